@@ -1,0 +1,111 @@
+"""The port of one worker as a gateway sees it: commands down, events up."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+from typing import Protocol
+
+from common.types import (
+    Band,
+    BlockUsage,
+    FinishReason,
+    ModelDescription,
+    ModelLimits,
+    PositionLogprobs,
+    Reason,
+    SamplingParams,
+)
+
+
+class WorkerState(Enum):
+    """CONNECTING -> READY -> DRAINING -> CLOSED, or -> LOST from any."""
+
+    CONNECTING = "connecting"
+    READY = "ready"
+    DRAINING = "draining"
+    CLOSED = "closed"
+    LOST = "lost"
+
+
+@dataclass(frozen=True, slots=True)
+class Submission:
+    """One attempt of one request, ready to run."""
+
+    request_id: str
+    attempt: int
+    prompt_token_ids: tuple[int, ...]
+    output_token_ids: tuple[int, ...]  # of earlier attempts
+    sampling: SamplingParams
+    band: Band
+    cache_salt: str
+
+
+@dataclass(frozen=True, slots=True)
+class TokensEvent:
+    """New tokens of one request, possibly its last."""
+
+    request_id: str
+    attempt: int
+    token_ids: tuple[int, ...]
+    logprobs: tuple[PositionLogprobs, ...]
+    finish_reason: FinishReason | None
+    cached_prompt_tokens: int  # 0 except in the first event of an attempt
+
+
+@dataclass(frozen=True, slots=True)
+class RejectedEvent:
+    """The worker did not take a submission."""
+
+    request_id: str
+    attempt: int
+    reason: Reason
+    message: str
+
+
+class SessionListener(Protocol):
+    """What a session tells its gateway; called on the event loop, must not block."""
+
+    def on_tokens(self, worker_id: str, event: TokensEvent) -> None:
+        """New tokens of a request."""
+        ...
+
+    def on_rejected(self, worker_id: str, event: RejectedEvent) -> None:
+        """A submission was not taken."""
+        ...
+
+    def on_usage(self, worker_id: str, usage: BlockUsage) -> None:
+        """The worker's numbers changed, or it is alive."""
+        ...
+
+    def on_ready(self, worker_id: str, epoch: int, description: ModelDescription) -> None:
+        """The session is open and the model described: submissions may follow."""
+        ...
+
+    def on_end(self, worker_id: str, epoch: int, state: WorkerState) -> None:
+        """The session is over (CLOSED after a goodbye, else LOST): none of its requests will get another event."""
+        ...
+
+
+class WorkerSession(Protocol):
+    """A live session with one worker."""
+
+    @property
+    def worker_id(self) -> str: ...
+
+    @property
+    def epoch(self) -> int: ...
+
+    @property
+    def state(self) -> WorkerState: ...
+
+    @property
+    def limits(self) -> ModelLimits: ...
+
+    def submit(self, submission: Submission) -> None:
+        """Sends it; never blocks. Answers come to the listener. Raises UnavailableError if the session is over."""
+        ...
+
+    def abort(self, request_id: str, attempt: int) -> None:
+        """Tells the worker to stop it; nothing if the session is over. Events already on the way may still come."""
+        ...

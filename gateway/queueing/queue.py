@@ -1,0 +1,150 @@
+"""The port of the fleet's one queue: who waits, who is claimed by which worker, who lives."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import Protocol
+
+from common.types import Band, BlockUsage, ModelLimits
+
+
+@dataclass(frozen=True, slots=True)
+class QueueEntry:
+    """A request as the queue knows it: no prompt, only what ordering and placement need."""
+
+    request_id: str  # unique in the fleet: contains the tenant
+    owner: str  # id of the gateway that holds the client's stream
+    model: str
+    tenant: str
+    band: Band
+    num_input_tokens: int  # tokens to compute before the first new one
+    num_tokens_needed: int  # tokens of KV to reserve as credit when claimed
+
+
+class Place(Enum):
+    """Where in its flow a requeued request goes."""
+
+    FIRST = "first"  # its worker was lost: ahead of fresh work of its band
+    SAME = "same"  # a worker had no room: at its own arrival position
+
+
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """The queue's decision that a worker takes a request."""
+
+    request_id: str
+    owner: str
+    worker_id: str
+    worker_epoch: int
+    attempt: int  # from 1, grows with every claim of the request
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerReport:
+    """What one worker said about its pool, as stored for dispatch."""
+
+    worker_id: str
+    epoch: int
+    limits: ModelLimits
+    usage: BlockUsage
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerRecord:
+    """An announced worker."""
+
+    worker_id: str
+    epoch: int
+    address: str
+    model: str
+    draining: bool
+
+
+@dataclass(frozen=True, slots=True)
+class InboxMessage:
+    """Something another gateway asks the owner of a request to do."""
+
+    kind: str  # "claim" or "cancel"
+    request_id: str
+    claim: Claim | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class QueueDepth:
+    """Waiting requests of one band, and how long its head has waited."""
+
+    band: Band
+    num_waiting: int
+    oldest_wait_s: float
+
+
+class Queue(Protocol):
+    """One queue for the whole fleet. Every method is one atomic change; all raise UnavailableError(STORE_UNAVAILABLE)
+    when the store cannot be reached. The store's clock is the only clock."""
+
+    async def enqueue(self, entry: QueueEntry, *, max_length: int) -> None:
+        """Adds a request at the end of its flow.
+
+        Raises DuplicateRequestError if a live request has the id and LimitExceededError(QUEUE_FULL) if its band
+        already holds `max_length` waiting requests; either way nothing is written.
+        """
+        ...
+
+    async def dispatch(self, reports: Sequence[WorkerReport] = ()) -> list[Claim]:
+        """Takes in workers' reports, then claims heads in policy order while some worker has credit.
+
+        Reports older than the stored (epoch, seq) change no numbers; the claims that a report accounts for are forgotten
+        either way once the stored numbers contain them. Returns the claims made for requests of every owner; claims of
+        other owners are also put into their inbox, so the caller acts only on its own.
+        """
+        ...
+
+    async def requeue(self, request_id: str, *, attempt: int, place: Place, num_input_tokens: int) -> bool:
+        """Undoes a claim: the request waits again. False (and no change) if that attempt is not the current one."""
+        ...
+
+    async def finish(self, request_id: str) -> bool:
+        """Removes every trace of a request, waiting or claimed. False if there was none. Idempotent."""
+        ...
+
+    async def owner_of(self, request_id: str) -> str | None:
+        """The gateway that holds the request's stream, or None."""
+        ...
+
+    async def send_cancel(self, request_id: str) -> bool:
+        """Puts a cancel into the inbox of the request's owner. False if there is no such request."""
+        ...
+
+    async def read_inbox(self, *, timeout_s: float) -> list[InboxMessage]:
+        """This gateway's new messages, each returned once, in order; waits up to timeout_s for the first."""
+        ...
+
+    async def announce(self, worker: WorkerRecord, *, ttl_s: float) -> None:
+        """Makes a worker known for ttl_s. An older epoch than the known one is ignored."""
+        ...
+
+    async def workers(self) -> list[WorkerRecord]:
+        """All workers whose announcement has not expired."""
+        ...
+
+    async def forget_worker(self, worker_id: str, *, epoch: int) -> None:
+        """Removes a lost worker's numbers and so its credit, unless a newer epoch is known."""
+        ...
+
+    async def heartbeat(self, *, ttl_s: float) -> list[str]:
+        """Says that this gateway lives for ttl_s more, and reaps what dead gateways and expired claims left.
+
+        Returns ids of this gateway's requests that the queue does not know (it lost them, or another gateway reaped
+        them): the caller ends these.
+        """
+        ...
+
+    async def depths(self) -> list[QueueDepth]:
+        """Waiting requests and oldest wait by band."""
+        ...
+
+    async def close(self) -> None:
+        """Removes this gateway's own keys (heartbeat, inbox) and closes connections."""
+        ...

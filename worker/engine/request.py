@@ -1,0 +1,53 @@
+"""A request as the engine sees it: its tokens, how far they are computed, and the blocks that hold them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+
+from common.types import Band, FinishReason, SamplingParams
+
+
+class RequestState(Enum):
+    """WAITING -> RUNNING -> FINISHED; RUNNING -> WAITING on preemption; any -> FINISHED on abort."""
+
+    WAITING = "waiting"
+    RUNNING = "running"
+    FINISHED = "finished"
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """One attempt of one request. Owned by the engine; only the scheduler and the engine's update write to it.
+
+    `token_ids` is prompt + output and only ever grows. `num_computed` tokens of it have their KV in the blocks of
+    `block_ids`; it chases `num_tokens` (no phases: prefill chunk, decode and recompute are the same operation).
+    """
+
+    request_id: str
+    attempt: int
+    session_id: int
+    token_ids: list[int]
+    num_prompt_tokens: int  # of the original prompt; output of earlier attempts counts as output
+    sampling: SamplingParams
+    band: Band
+    cache_salt: str
+    arrival: int  # grows with every submit to this engine; kept over preemption
+    state: RequestState = RequestState.WAITING
+    finish_reason: FinishReason | None = None
+    num_computed: int = 0
+    block_ids: list[int] = field(default_factory=list)  # append-only between admission and preemption
+    slot: int = -1  # row in the executor's state tables while RUNNING, else -1
+    admissions: int = 0  # grows at every admission: tells the executor that the slot's row starts anew
+    num_preemptions: int = 0
+    num_cached_tokens: int = 0  # tokens found in the prefix cache at first admission
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens known so far: prompt and output."""
+        return len(self.token_ids)
+
+    @property
+    def num_output_tokens(self) -> int:
+        """Tokens generated so far, by this and earlier attempts."""
+        return len(self.token_ids) - self.num_prompt_tokens
