@@ -1,0 +1,50 @@
+"""The shape of a llama-family decoder, whatever file it came from."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class RopeScaling:
+    """How rotary frequencies are stretched for long contexts; fields as in Hugging Face configs."""
+
+    kind: str  # "linear", "dynamic", "llama3" or "yarn"
+    factor: float
+    original_max_positions: int
+    low_freq_factor: float = 1.0  # llama3
+    high_freq_factor: float = 4.0  # llama3
+    beta_fast: float = 32.0  # yarn
+    beta_slow: float = 1.0  # yarn
+    attention_factor: float | None = None  # yarn; None: computed from factor
+
+
+@dataclass(frozen=True, slots=True)
+class ModelConfig:
+    """A llama-family decoder: Llama, SmolLM2, Mistral, Qwen2, Qwen3.
+
+    Weights come as a mapping of canonical names to tensors, shapes [out, in] for matrices:
+    `embed` [vocab, hidden]; `norm` [hidden]; `lm_head` [vocab, hidden] (absent if `tie_embeddings`); for layer i
+    `layers.{i}.` + `attn_norm`, `mlp_norm` [hidden]; `q` [heads*head_dim, hidden], `k`, `v` [kv_heads*head_dim, hidden],
+    `o` [hidden, heads*head_dim]; `q_bias`, `k_bias`, `v_bias` (if `attention_bias`), `o_bias` (if `o_bias`);
+    `q_norm`, `k_norm` [head_dim] (if `qk_norm`); `gate`, `up` [intermediate, hidden], `down` [hidden, intermediate].
+    Q and K rows are in Hugging Face's order (the two rotary halves apart).
+    """
+
+    name: str
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    max_positions: int
+    rms_norm_eps: float
+    rope_theta: float
+    rope_scaling: RopeScaling | None = None
+    tie_embeddings: bool = False
+    attention_bias: bool = False  # on q, k, v
+    o_bias: bool = False
+    qk_norm: bool = False
+    sliding_window: int | None = None  # tokens that a query sees, itself included; None: all
