@@ -116,9 +116,13 @@ class GenerateRequest(_message.Message):
         """the model's chat template is applied"""
 
     @_builtins.property
-    def tokens(self) -> Global___TokenPrompt: ...
+    def tokens(self) -> Global___TokenPrompt:
+        """exactly these ids"""
+
     @_builtins.property
-    def sampling(self) -> _types_pb2.SamplingParams: ...
+    def sampling(self) -> _types_pb2.SamplingParams:
+        """defaults apply where unset"""
+
     def __init__(
         self,
         *,
@@ -253,10 +257,15 @@ class Finished(_message.Message):
     USAGE_FIELD_NUMBER: _builtins.int
     TIMING_FIELD_NUMBER: _builtins.int
     reason: _types_pb2.FinishReason.ValueType
+    """why it ended"""
     @_builtins.property
-    def usage(self) -> _types_pb2.Usage: ...
+    def usage(self) -> _types_pb2.Usage:
+        """tokens used"""
+
     @_builtins.property
-    def timing(self) -> Global___Timing: ...
+    def timing(self) -> Global___Timing:
+        """seconds spent"""
+
     def __init__(
         self,
         *,
@@ -316,10 +325,15 @@ class CompleteResponse(_message.Message):
     TIMING_FIELD_NUMBER: _builtins.int
     SEED_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
+    """to be found in logs"""
     model: _builtins.str
+    """the model that answered"""
     text: _builtins.str
+    """the whole answer"""
     reason: _types_pb2.FinishReason.ValueType
+    """why it ended"""
     seed: _builtins.int
+    """the seed that was used"""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """if return_token_ids was set"""
@@ -329,9 +343,13 @@ class CompleteResponse(_message.Message):
         """if SamplingParams.logprobs was set"""
 
     @_builtins.property
-    def usage(self) -> _types_pb2.Usage: ...
+    def usage(self) -> _types_pb2.Usage:
+        """tokens used"""
+
     @_builtins.property
-    def timing(self) -> Global___Timing: ...
+    def timing(self) -> Global___Timing:
+        """seconds spent"""
+
     def __init__(
         self,
         *,
@@ -400,8 +418,11 @@ class CountTokensRequest(_message.Message):
     model: _builtins.str
     """as in GenerateRequest"""
     text: _builtins.str
+    """tokenized as plain text"""
     @_builtins.property
-    def chat(self) -> Global___ChatPrompt: ...
+    def chat(self) -> Global___ChatPrompt:
+        """the model's chat template is applied"""
+
     def __init__(
         self,
         *,
@@ -464,7 +485,9 @@ class ListModelsResponse(_message.Message):
 
     MODELS_FIELD_NUMBER: _builtins.int
     @_builtins.property
-    def models(self) -> _containers.RepeatedCompositeFieldContainer[Global___Model]: ...
+    def models(self) -> _containers.RepeatedCompositeFieldContainer[Global___Model]:
+        """every model that some worker serves, by name"""
+
     def __init__(
         self,
         *,
@@ -487,6 +510,7 @@ class Model(_message.Message):
     VOCAB_SIZE_FIELD_NUMBER: _builtins.int
     NUM_WORKERS_FIELD_NUMBER: _builtins.int
     name: _builtins.str
+    """as GenerateRequest.model takes it"""
     context_length: _builtins.int
     """tokens"""
     vocab_size: _builtins.int

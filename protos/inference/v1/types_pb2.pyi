@@ -381,7 +381,9 @@ class PositionLogprobs(_message.Message):
     SAMPLED_FIELD_NUMBER: _builtins.int
     TOP_FIELD_NUMBER: _builtins.int
     @_builtins.property
-    def sampled(self) -> Global___TokenLogprob: ...
+    def sampled(self) -> Global___TokenLogprob:
+        """the token that was chosen"""
+
     @_builtins.property
     def top(self) -> _containers.RepeatedCompositeFieldContainer[Global___TokenLogprob]:
         """SamplingParams.logprobs entries, without repeats"""

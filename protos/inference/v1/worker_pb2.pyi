@@ -34,11 +34,17 @@ class SessionCommand(_message.Message):
         """first, once"""
 
     @_builtins.property
-    def submit(self) -> Global___Submit: ...
+    def submit(self) -> Global___Submit:
+        """start or continue generation"""
+
     @_builtins.property
-    def abort(self) -> Global___Abort: ...
+    def abort(self) -> Global___Abort:
+        """stop it; frees its blocks"""
+
     @_builtins.property
-    def drain(self) -> Global___Drain: ...
+    def drain(self) -> Global___Drain:
+        """finish what runs"""
+
     def __init__(
         self,
         *,
@@ -136,6 +142,7 @@ class Abort(_message.Message):
     REQUEST_ID_FIELD_NUMBER: _builtins.int
     ATTEMPT_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
+    """as submitted"""
     attempt: _builtins.int
     """an abort of another attempt is ignored"""
     def __init__(
@@ -219,10 +226,13 @@ class Opened(_message.Message):
     EPOCH_FIELD_NUMBER: _builtins.int
     LIMITS_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
+    """as announced"""
     epoch: _builtins.int
     """new at every start of the worker; larger is later"""
     @_builtins.property
-    def limits(self) -> Global___ModelLimits: ...
+    def limits(self) -> Global___ModelLimits:
+        """of its model and KV pool"""
+
     def __init__(
         self,
         *,
@@ -321,7 +331,9 @@ class RequestOutput(_message.Message):
     FINISH_REASON_FIELD_NUMBER: _builtins.int
     CACHED_PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
+    """as submitted"""
     attempt: _builtins.int
+    """as submitted"""
     finish_reason: _types_pb2.FinishReason.ValueType
     """set with the last output; nothing follows it"""
     cached_prompt_tokens: _builtins.int
@@ -415,7 +427,9 @@ class ClaimRef(_message.Message):
     REQUEST_ID_FIELD_NUMBER: _builtins.int
     ATTEMPT_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
+    """as submitted"""
     attempt: _builtins.int
+    """as submitted"""
     def __init__(
         self,
         *,
@@ -439,7 +453,9 @@ class Rejected(_message.Message):
     REASON_FIELD_NUMBER: _builtins.int
     MESSAGE_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
+    """as submitted"""
     attempt: _builtins.int
+    """as submitted"""
     reason: _types_pb2.Reason.ValueType
     """NO_CREDIT and DRAINING: requeue; anything else: the request cannot be served"""
     message: _builtins.str
@@ -534,6 +550,7 @@ class Description(_message.Message):
     chat_template: _builtins.str
     """Jinja; empty: the model has none"""
     bos_token_id: _builtins.int
+    """below vocab_size; unset: the model has none"""
     add_bos_token: _builtins.bool
     """plain text prompts start with bos_token_id"""
     bos_token: _builtins.str
@@ -541,7 +558,9 @@ class Description(_message.Message):
     eos_token: _builtins.str
     """text, as the template sees it"""
     @_builtins.property
-    def limits(self) -> Global___ModelLimits: ...
+    def limits(self) -> Global___ModelLimits:
+        """as in Opened"""
+
     @_builtins.property
     def eos_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """end generation unless ignore_eos"""
