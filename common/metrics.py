@@ -1,0 +1,134 @@
+"""Every Prometheus metric of both programs, named in this one place, and the HTTP endpoint that shows them.
+
+Label values are enums of ours (band, reason, state, outcome) or the deployment's own workers and models; never tenants,
+request ids or anything else a client chooses.
+"""
+
+from __future__ import annotations
+
+from types import TracebackType
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, start_http_server
+
+from common.types import BlockUsage
+
+_TTFT_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
+_TOKEN_S = (0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1, 2.5)
+_WAIT_S = (0.001, 0.005, 0.01, 0.05, 0.1, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
+_STEP_S = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1, 2.5)
+_BATCH = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+_STEP_TOKENS = (1, 4, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
+
+
+class GatewayMetrics:
+    """What a gateway counts. One instance for each registry."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        def counter(name: str, text: str, *labels: str) -> Counter:
+            return Counter(f"tidegate_gateway_{name}", text, labels, registry=registry)
+
+        def gauge(name: str, text: str, *labels: str) -> Gauge:
+            return Gauge(f"tidegate_gateway_{name}", text, labels, registry=registry)
+
+        def histogram(name: str, text: str, buckets: tuple[float, ...], *labels: str) -> Histogram:
+            return Histogram(f"tidegate_gateway_{name}", text, labels, buckets=buckets, registry=registry)
+
+        self.requests = counter("requests_total", "Requests ended, by band and outcome", "band", "outcome")
+        self.rejected = counter("rejected_total", "Requests refused or failed, by reason", "reason")
+        self.live_streams = gauge("live_streams", "Requests that this gateway holds now")
+        self.queue_depth = gauge("queue_depth", "Waiting requests of the whole fleet, by band", "band")
+        self.queue_oldest_wait = gauge("queue_oldest_wait_seconds", "How long the head of a band has waited", "band")
+        self.queue_wait = histogram("queue_wait_seconds", "From acceptance to the claim", _WAIT_S, "band")
+        self.ttft = histogram("ttft_seconds", "From arrival to the first token", _TTFT_S, "band")
+        self.tpot = histogram("tpot_seconds", "(last - first token) / (output tokens - 1)", _TOKEN_S, "band")
+        self.itl = histogram("itl_seconds", "Gap between consecutive deliveries of a stream", _TOKEN_S, "band")
+        self.prompt_tokens = counter("prompt_tokens_total", "Prompt tokens of ended requests", "band")
+        self.cached_prompt_tokens = counter("cached_prompt_tokens_total", "Of these, found in a prefix cache", "band")
+        self.completion_tokens = counter("completion_tokens_total", "Output tokens of ended requests", "band")
+        self.requeued = counter("requeued_total", "Claims undone, by cause", "cause")
+        self.sessions = gauge("worker_sessions", "Sessions with workers, by state", "state")
+        self.worker_blocks = gauge("worker_blocks", "KV blocks as the worker reports them", "worker", "state")
+        self.worker_running = gauge("worker_running", "Running requests as the worker reports them", "worker")
+        self.worker_waiting = gauge("worker_waiting", "Waiting requests as the worker reports them", "worker")
+        self.store_up = gauge("store_up", "1 while the queue's store answers")
+        self.store_errors = counter("store_errors_total", "Calls that did not reach the queue's store")
+        self.dispatches = counter("dispatches_total", "Runs of the dispatch script")
+        self.claims = counter("claims_total", "Claims received for own requests")
+
+    def set_worker_usage(self, worker_id: str, usage: BlockUsage) -> None:
+        """Shows a worker's latest numbers."""
+        for state in ("empty", "cached", "referenced", "swapping"):
+            self.worker_blocks.labels(worker_id, state).set(getattr(usage, state))
+        self.worker_running.labels(worker_id).set(usage.running)
+        self.worker_waiting.labels(worker_id).set(usage.waiting)
+
+    def forget_worker(self, worker_id: str) -> None:
+        """Drops a worker's series, so that restarts under new names do not pile up."""
+        for state in ("empty", "cached", "referenced", "swapping"):
+            _remove(self.worker_blocks, worker_id, state)
+        _remove(self.worker_running, worker_id)
+        _remove(self.worker_waiting, worker_id)
+
+
+class WorkerMetrics:
+    """What a worker counts. One instance for each registry."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        def counter(name: str, text: str, *labels: str) -> Counter:
+            return Counter(f"tidegate_worker_{name}", text, labels, registry=registry)
+
+        def gauge(name: str, text: str, *labels: str) -> Gauge:
+            return Gauge(f"tidegate_worker_{name}", text, labels, registry=registry)
+
+        def histogram(name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
+            return Histogram(f"tidegate_worker_{name}", text, buckets=buckets, registry=registry)
+
+        self.running = gauge("running", "Requests that hold a slot")
+        self.waiting = gauge("waiting", "Requests accepted and not running")
+        self.sessions = gauge("sessions", "Gateways connected")
+        self.blocks = gauge("blocks", "KV blocks by state", "state")
+        self.prompt_tokens = counter("prompt_tokens_total", "Prompt tokens of admitted requests")
+        self.prefix_hit_tokens = counter("prefix_hit_tokens_total", "Of these, found in the prefix cache")
+        self.output_tokens = counter("output_tokens_total", "Tokens generated")
+        self.preemptions = counter("preemptions_total", "Running requests set back to waiting")
+        self.finished = counter("finished_total", "Requests ended, by finish reason", "reason")
+        self.rejected = counter("rejected_total", "Submissions not taken, by reason", "reason")
+        self.step_time = histogram("step_seconds", "Duration of an engine step", _STEP_S)
+        self.batch_size = histogram("batch_size", "Requests in a step", _BATCH)
+        self.step_tokens = histogram("step_tokens", "Tokens computed in a step", _STEP_TOKENS)
+
+    def set_usage(self, usage: BlockUsage) -> None:
+        """Shows the pool's latest numbers."""
+        for state in ("empty", "cached", "referenced", "swapping"):
+            self.blocks.labels(state).set(getattr(usage, state))
+        self.running.set(usage.running)
+        self.waiting.set(usage.waiting)
+
+
+def _remove(metric: Gauge, *labels: str) -> None:
+    try:
+        metric.remove(*labels)
+    except KeyError:  # never set
+        return
+
+
+class MetricsServer:
+    """Serves one registry at http://host:port/metrics from a thread of its own; a context manager that stops it."""
+
+    def __init__(self, listen: str, registry: CollectorRegistry) -> None:
+        """`listen` is host:port; port 0 picks a free one. Raises OSError if it is taken."""
+        host, _, port = listen.rpartition(":")
+        self._server, self._thread = start_http_server(int(port), host.strip("[]") or "0.0.0.0", registry)
+        self.port: int = self._server.server_port
+
+    def close(self) -> None:
+        """Stops listening and ends the thread."""
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join()
+
+    def __enter__(self) -> MetricsServer:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self.close()

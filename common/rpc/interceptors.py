@@ -1,0 +1,218 @@
+"""What surrounds every call of both programs: decoding, errors to status, one log line; and bearer authentication."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import aclosing
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any
+
+import grpc
+import structlog
+from google.protobuf.message import DecodeError
+from grpc_status import rpc_status
+
+from common.clock import Clock
+from common.errors import InternalError, InvalidRequestError, TidegateError, UnauthenticatedError
+from common.rpc.status import to_rich_status
+from common.types import Reason
+
+_log = structlog.get_logger(__name__)
+
+IDENTITY: ContextVar[Any] = ContextVar("identity")
+"""Who calls, as the call's authenticator said; set in the task that runs the handler."""
+
+Authenticator = Callable[[str | None], Any]
+"""Turns a bearer token (None: none was sent) into an identity, or raises UnauthenticatedError."""
+
+Handler = Any  # grpc.RpcMethodHandler: the stubs know only its synchronous form
+Continuation = Callable[[grpc.HandlerCallDetails], Awaitable[Handler]]
+
+
+@dataclass(frozen=True, slots=True)
+class _Malformed:
+    """Stands for a message that could not be decoded, until somebody can be told."""
+
+    error: InvalidRequestError
+
+
+def _guard_decoder(decode: Callable[[bytes], Any] | None) -> Callable[[bytes], Any] | None:
+    # An exception in a deserializer reaches the client as UNKNOWN, with no chance to say more.
+    if decode is None:
+        return None
+
+    def guarded(raw: bytes) -> Any:
+        try:
+            return decode(raw)
+        except (DecodeError, UnicodeDecodeError, ValueError):
+            what = "the bytes are not a valid message of this method (strings must be valid UTF-8)"
+            return _Malformed(InvalidRequestError(what, reason=Reason.MALFORMED_MESSAGE))
+
+    return guarded
+
+
+def _checked(request: Any) -> Any:
+    if isinstance(request, _Malformed):
+        raise request.error
+    return request
+
+
+async def _checked_stream(requests: AsyncIterator[Any]) -> AsyncIterator[Any]:
+    async for request in requests:
+        yield _checked(request)
+
+
+class CallInterceptor(grpc.aio.ServerInterceptor):
+    """Outermost: gives every handler decoded requests and every caller a proper status, and logs each call once.
+
+    Handlers raise TidegateError; nothing else of an exception reaches a client. Response streams are closed in the task
+    of the call, so that a handler's `finally` runs as soon as the client is gone.
+    """
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+
+    async def intercept_service(
+        self, continuation: Continuation, handler_call_details: grpc.HandlerCallDetails
+    ) -> Handler:
+        """Wraps the method's handler; unknown methods stay UNIMPLEMENTED."""
+        handler = await continuation(handler_call_details)
+        if handler is None:
+            return None
+        method = str(handler_call_details.method)
+        decode = _guard_decoder(handler.request_deserializer)
+        encode = handler.response_serializer
+        prepare = _checked_stream if handler.request_streaming else _checked
+        if handler.response_streaming:
+            streaming = self._around_stream(method, _streaming_behavior(handler), prepare)
+            build = (
+                grpc.stream_stream_rpc_method_handler
+                if handler.request_streaming
+                else grpc.unary_stream_rpc_method_handler
+            )
+            return build(streaming, decode, encode)
+        unary = self._around_unary(method, handler.stream_unary or handler.unary_unary, prepare)
+        build = (
+            grpc.stream_unary_rpc_method_handler if handler.request_streaming else grpc.unary_unary_rpc_method_handler
+        )
+        return build(unary, decode, encode)
+
+    def _around_unary(self, method: str, behavior: Any, prepare: Any) -> Any:
+        async def call(request: Any, context: Any) -> Any:
+            return await self._observed(method, context, lambda: behavior(prepare(request), context))
+
+        return call
+
+    def _around_stream(self, method: str, behavior: Any, prepare: Any) -> Any:
+        async def run(request: Any, context: Any) -> None:
+            await behavior(prepare(request), context)
+
+        async def call(request: Any, context: Any) -> None:
+            await self._observed(method, context, lambda: run(request, context))
+
+        return call
+
+    async def _observed(self, method: str, context: Any, run: Callable[[], Awaitable[Any]]) -> Any:
+        structlog.contextvars.clear_contextvars()
+        structlog.contextvars.bind_contextvars(method=method)
+        started = self._clock.monotonic()
+        status = "OK"
+        try:
+            return await run()
+        except TidegateError as error:
+            status = error.status
+            await context.abort_with_status(rpc_status.to_status(to_rich_status(error)))
+        except grpc.aio.AbortError:
+            status = "ABORTED_BY_HANDLER"
+            raise
+        except asyncio.CancelledError:
+            status = "CANCELLED"
+            if _is_cancelled_from_outside():
+                raise
+            # Left alone, a cancellation from within leaves the client without any answer.
+            _log.exception("rpc_cancelled_within")
+            await context.abort_with_status(rpc_status.to_status(to_rich_status(_internal_error())))
+        except Exception:  # noqa: BLE001 - the outermost edge: logged in full, told to the client as INTERNAL only
+            status = "INTERNAL"
+            _log.exception("rpc_failed")
+            await context.abort_with_status(rpc_status.to_status(to_rich_status(_internal_error())))
+        finally:
+            _log.debug("rpc", status=status, duration_s=round(self._clock.monotonic() - started, 6))
+
+
+def _internal_error() -> InternalError:
+    return InternalError("internal error; the server's log has the cause")
+
+
+def _is_cancelled_from_outside() -> bool:
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0
+
+
+def _streaming_behavior(handler: Handler) -> Callable[[Any, Any], Awaitable[None]]:
+    behavior = handler.stream_stream or handler.unary_stream
+    if not inspect.isasyncgenfunction(behavior):
+        return behavior  # type: ignore[no-any-return]  # writes by itself through the context
+
+    async def write_all(request: Any, context: Any) -> None:
+        async with aclosing(behavior(request, context)) as responses:
+            async for response in responses:
+                await context.write(response)
+
+    return write_all
+
+
+class BearerInterceptor(grpc.aio.ServerInterceptor):
+    """Asks the authenticator of a call's service who calls; services without one are open to all."""
+
+    def __init__(self, authenticators: Mapping[str, Authenticator]) -> None:
+        """`authenticators` by full service name, e.g. `inference.v1.Inference`."""
+        self._authenticators = dict(authenticators)
+
+    async def intercept_service(
+        self, continuation: Continuation, handler_call_details: grpc.HandlerCallDetails
+    ) -> Handler:
+        """Sets IDENTITY for the handler, or replaces the handler by one that refuses."""
+        handler = await continuation(handler_call_details)
+        service = str(handler_call_details.method).rpartition("/")[0].lstrip("/")
+        authenticate = self._authenticators.get(service)
+        if handler is None or authenticate is None:
+            return handler
+        try:
+            IDENTITY.set(authenticate(_bearer_token(handler_call_details)))
+        except TidegateError as error:
+            return _refusing(handler, error)
+        return handler
+
+
+def _bearer_token(details: grpc.HandlerCallDetails) -> str | None:
+    """The token of `authorization: Bearer <token>`; None if the header is missing.
+
+    Raises UnauthenticatedError for another scheme, an empty token or several headers.
+    """
+    values = [value for key, value in details.invocation_metadata or () if key == "authorization"]
+    if not values:
+        return None
+    scheme, _, token = str(values[0]).partition(" ")
+    if len(values) > 1 or scheme.lower() != "bearer" or not token.strip():
+        raise UnauthenticatedError("authorization: exactly one header of the form 'Bearer <key>' is allowed")
+    return token.strip()
+
+
+def _refusing(handler: Handler, error: TidegateError) -> Handler:
+    async def refuse(request: Any, context: Any) -> None:
+        raise error
+
+    decode, encode = handler.request_deserializer, handler.response_serializer
+    if handler.response_streaming:
+        build = (
+            grpc.stream_stream_rpc_method_handler if handler.request_streaming else grpc.unary_stream_rpc_method_handler
+        )
+    else:
+        build = (
+            grpc.stream_unary_rpc_method_handler if handler.request_streaming else grpc.unary_unary_rpc_method_handler
+        )
+    return build(refuse, decode, encode)

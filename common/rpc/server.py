@@ -1,0 +1,100 @@
+"""The gRPC server of both programs: limits, keepalive, health, reflection, graceful stop."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import grpc
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+
+from common.clock import Clock
+from common.rpc.interceptors import Authenticator, BearerInterceptor, CallInterceptor
+
+HEALTH_SERVICE = health.SERVICE_NAME
+
+
+@dataclass(frozen=True, slots=True)
+class ServerOptions:
+    """How the server treats connections and messages."""
+
+    max_receive_message_bytes: int
+    max_send_message_bytes: int
+    min_ping_interval_s: float = 5.0  # pings of clients that are further apart are welcome, with or without calls
+    max_connection_age_s: float | None = None  # connections are closed (GOAWAY) about then; None: never
+    max_connection_age_grace_s: float = 3600.0  # and calls on them may go on this long
+    reuse_port: bool = False  # several processes on one port: only if asked for, else they hide each other
+
+    def to_grpc(self) -> list[tuple[str, int]]:
+        """Channel arguments of the server."""
+        options = [
+            ("grpc.max_receive_message_length", self.max_receive_message_bytes),
+            ("grpc.max_send_message_length", self.max_send_message_bytes),
+            ("grpc.http2.min_recv_ping_interval_without_data_ms", round(self.min_ping_interval_s * 1000)),
+            ("grpc.http2.max_ping_strikes", 0),
+            ("grpc.http2.max_pings_without_data", 0),
+            ("grpc.keepalive_permit_without_calls", 1),
+            ("grpc.keepalive_time_ms", 20_000),
+            ("grpc.keepalive_timeout_ms", 20_000),
+            ("grpc.so_reuseport", int(self.reuse_port)),
+        ]
+        if self.max_connection_age_s is not None:
+            # gRPC itself spreads the age by a tenth, so that clients do not come back all at once.
+            options.append(("grpc.max_connection_age_ms", round(self.max_connection_age_s * 1000)))
+            options.append(("grpc.max_connection_age_grace_ms", round(self.max_connection_age_grace_s * 1000)))
+        return options
+
+
+class RpcServer:
+    """A grpc.aio server with health (Check and Watch, by service and overall) and reflection.
+
+    Every service is NOT_SERVING until `set_serving` says otherwise.
+    """
+
+    def __init__(
+        self,
+        options: ServerOptions,
+        clock: Clock,
+        authenticators: Mapping[str, Authenticator] | None = None,
+    ) -> None:
+        """`authenticators` by full service name; services without one are open."""
+        interceptors = [CallInterceptor(clock), BearerInterceptor(authenticators or {})]
+        self._server = grpc.aio.server(interceptors=interceptors, options=options.to_grpc())
+        self._health = health.aio.HealthServicer()
+        self._names: list[str] = []
+
+    def add(self, service_name: str, register: Callable[[Any, Any], None], servicer: object) -> None:
+        """Adds a service before `start`: its full name, the generated `add_*Servicer_to_server`, the implementation."""
+        register(servicer, self._server)
+        self._names.append(service_name)
+
+    async def start(self, listen: str) -> int:
+        """Listens at host:port and returns the port (port 0 picks a free one). Raises RuntimeError if it is taken."""
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
+        names = [*self._names, HEALTH_SERVICE, reflection.SERVICE_NAME]
+        reflection.enable_server_reflection(names, self._server)
+        await self.set_serving(["", *self._names], is_serving=False)
+        await self._health.set(HEALTH_SERVICE, health_pb2.HealthCheckResponse.SERVING)
+        port = self._server.add_insecure_port(listen)
+        await self._server.start()
+        return port
+
+    async def set_serving(self, names: Sequence[str], *, is_serving: bool) -> None:
+        """Sets the health of services; the empty name is the whole server. Waits for watchers that read slowly."""
+        answer = health_pb2.HealthCheckResponse
+        for name in names:
+            await self._health.set(name, answer.SERVING if is_serving else answer.NOT_SERVING)
+
+    async def enter_drain(self) -> None:
+        """Turns every service NOT_SERVING for good."""
+        await self._health.enter_graceful_shutdown()
+
+    async def stop(self, grace_s: float) -> None:
+        """Takes no new calls (GOAWAY), gives running ones `grace_s` seconds, then cancels them."""
+        await self._server.stop(grace_s)
+
+    async def wait(self) -> None:
+        """Returns when the server has stopped."""
+        await self._server.wait_for_termination()
