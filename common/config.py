@@ -15,14 +15,20 @@ class Settings(BaseSettings):
     model_config = SettingsConfigDict(frozen=True, extra="ignore", cli_kebab_case=True, cli_implicit_flags=True)
 
     listen: str = Field("127.0.0.1:0", description="host:port of the gRPC server; port 0 picks a free one")
-    metrics_listen: str = Field("127.0.0.1:0", description="host:port of the Prometheus HTTP endpoint; empty turns it off")
+    metrics_listen: str = Field(
+        "127.0.0.1:0", description="host:port of the Prometheus HTTP endpoint; empty turns it off"
+    )
     log_level: str = Field("info", pattern="^(debug|info|warning|error)$", description="least level that is logged")
-    log_format: str = Field("auto", pattern="^(auto|json|console)$", description="auto: console on a terminal, else JSON")
+    log_format: str = Field(
+        "auto", pattern="^(auto|json|console)$", description="auto: console on a terminal, else JSON"
+    )
     fleet_key: str = Field(
         "",
         description="secret shared by gateways and workers; empty refuses announcements, and sessions from other hosts",
         validation_alias="TIDEGATE_FLEET_KEY",
     )
-    max_receive_message_bytes: int = Field(4 << 20, ge=1024, description="largest message taken; a larger one is refused")
+    max_receive_message_bytes: int = Field(
+        4 << 20, ge=1024, description="largest message taken; a larger one is refused"
+    )
     max_send_message_bytes: int = Field(4 << 20, ge=1024, description="largest message sent")
     drain_s: float = Field(30.0, ge=0, description="seconds that running requests get to finish after SIGTERM")
