@@ -133,6 +133,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
             if _is_cancelled_from_outside():
                 raise
             # Left alone, a cancellation from within leaves the client without any answer.
+            status = "INTERNAL"
             _log.exception("rpc_cancelled_within")
             await context.abort_with_status(rpc_status.to_status(to_rich_status(_internal_error())))
         except Exception:  # noqa: BLE001 - the outermost edge: logged in full, told to the client as INTERNAL only

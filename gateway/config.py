@@ -1,0 +1,84 @@
+"""What a gateway can be told; every field has a unit and a consequence."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from pydantic import Field, field_validator
+from pydantic_settings import SettingsConfigDict
+
+from common.config import Settings
+
+_ADDRESS = re.compile(r"[^\s,]+:\d{1,5}")
+
+
+class GatewaySettings(Settings):
+    """Settings of the gateway: `TIDEGATE_GATEWAY_<NAME>`, or the flag of the same name."""
+
+    model_config = SettingsConfigDict(env_prefix="TIDEGATE_GATEWAY_")
+
+    listen: str = Field("127.0.0.1:50051", description="host:port of the gRPC server; port 0 picks a free one")
+    metrics_listen: str = Field("127.0.0.1:9464", description="host:port of Prometheus metrics; empty turns it off")
+    redis_url: str = Field(
+        "",
+        description="redis://host:port/db or unix:///path of the queue's store; empty starts a redis-server of one's own",
+        validation_alias="TIDEGATE_REDIS_URL",
+    )
+    pool: str = Field("default", pattern=r"^[a-z0-9][a-z0-9_-]{0,63}$", description="fleet whose queue is served")
+    gateway_id: str = Field("", pattern=r"^[A-Za-z0-9._-]{0,64}$", description="unique in the fleet; empty: chosen")
+    tenants_file: Path = Field(
+        Path("tenants.json"), description="JSON file of tenants: id, key_sha256, band; read at the start"
+    )
+    workers: str = Field("", description="comma-separated host:port of workers to dial besides the announced ones")
+    default_model: str = Field("", description="answers requests that name no model; empty: the only model there is")
+
+    queue_ttl_s: float = Field(
+        120.0, gt=0, description="seconds a request may wait before it is refused with QUEUE_TTL"
+    )
+    no_worker_timeout_s: float = Field(
+        15.0, ge=0, description="seconds a request waits while no worker serves its model, then NO_WORKERS"
+    )
+    max_queue_length: int = Field(
+        10_000, ge=1, description="waiting requests of one band; more are refused: QUEUE_FULL"
+    )
+    max_attempts: int = Field(3, ge=1, description="workers that a request may lose before it fails with WORKER_LOST")
+    credit_output_tokens: int = Field(
+        64, ge=1, description="output tokens for which blocks are reserved at dispatch, besides the prompt's"
+    )
+    slow_consumer_s: float = Field(
+        60.0, gt=0, description="seconds a client may leave its stream unread, then SLOW_CONSUMER"
+    )
+
+    worker_silence_s: float = Field(
+        2.5, gt=0, description="seconds without an event (heartbeats come every 0.5 s), then the worker is lost"
+    )
+    max_loop_age_s: float = Field(
+        30.0, gt=0, description="seconds a worker's engine loop may be without progress, then the worker is lost"
+    )
+    connect_timeout_s: float = Field(10.0, gt=0, description="seconds to connect to a worker and get its description")
+    announce_ttl_s: float = Field(10.0, gt=0, description="seconds an announcement of a worker is valid")
+    worker_poll_s: float = Field(0.5, gt=0, description="seconds between looks at the announced workers")
+    heartbeat_s: float = Field(1.0, gt=0, description="seconds between signs of life in the store")
+    heartbeat_ttl_s: float = Field(6.0, gt=0, description="seconds without one until others take this gateway for dead")
+
+    tokenizer_threads: int = Field(2, ge=1, description="threads that tokenize long prompts")
+    min_ping_interval_s: float = Field(5.0, gt=0, description="clients may send keepalive pings this often")
+    max_connection_age_s: float | None = Field(
+        None,
+        gt=0,
+        description="seconds until clients are asked to reconnect, so that new gateways get load; unset: never",
+    )
+
+    @field_validator("workers")
+    @classmethod
+    def _check_workers(cls, value: str) -> str:
+        for address in filter(None, (part.strip() for part in value.split(","))):
+            if not _ADDRESS.fullmatch(address):
+                raise ValueError(f"{address!r} is not host:port")
+        return value
+
+    @property
+    def worker_addresses(self) -> tuple[str, ...]:
+        """`workers`, split."""
+        return tuple(filter(None, (part.strip() for part in self.workers.split(","))))

@@ -1,0 +1,76 @@
+"""The one-slot hand-off to a client's stream: what arrives while the stream is busy is merged, never queued up."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from common.types import FinishReason, PositionLogprobs
+from gateway.lifecycle import Outcome
+
+
+@dataclass(slots=True)
+class Delivery:
+    """What happened since the last look."""
+
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[PositionLogprobs] = field(default_factory=list)
+    finish_reason: FinishReason | None = None  # the worker's last word
+    end: Outcome | None = None  # decided elsewhere: cancelled, expired, worker lost for good, drained
+
+
+class Mailbox:
+    """Many writers on one event loop, one reader. Its content is bounded by what a request may generate."""
+
+    def __init__(self) -> None:
+        self._delivery: Delivery | None = None
+        self._waiter: asyncio.Future[None] | None = None
+
+    def __repr__(self) -> str:
+        return f"Mailbox({self._delivery})"
+
+    @property
+    def num_unread_tokens(self) -> int:
+        """Tokens that the reader has not taken yet."""
+        return len(self._delivery.token_ids) if self._delivery is not None else 0
+
+    def put_tokens(
+        self, token_ids: Sequence[int], logprobs: Sequence[PositionLogprobs], finish_reason: FinishReason | None
+    ) -> None:
+        """Adds tokens behind the unread ones."""
+        delivery = self._open()
+        delivery.token_ids.extend(token_ids)
+        delivery.logprobs.extend(logprobs)
+        if finish_reason is not None:
+            delivery.finish_reason = finish_reason
+        self._wake()
+
+    def put_end(self, outcome: Outcome) -> None:
+        """Tells the reader to end; the first end stays."""
+        delivery = self._open()
+        if delivery.end is None:
+            delivery.end = outcome
+        self._wake()
+
+    async def take(self, timeout_s: float | None) -> Delivery:
+        """Everything unread, as one delivery; waits for the first. Raises TimeoutError after `timeout_s`."""
+        if self._delivery is None:
+            self._waiter = asyncio.get_running_loop().create_future()
+            try:
+                async with asyncio.timeout(timeout_s):
+                    await self._waiter
+            finally:
+                self._waiter = None
+        delivery, self._delivery = self._delivery, None
+        assert delivery is not None, "woken without a delivery"
+        return delivery
+
+    def _open(self) -> Delivery:
+        if self._delivery is None:
+            self._delivery = Delivery()
+        return self._delivery
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
