@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from dataclasses import dataclass
 
 FIRST_TOKEN_ID, LAST_TOKEN_ID = 100, 40_000
@@ -58,3 +59,12 @@ def decode_only(batch_size: int, *, num_prompt: int = 32, num_output: int = 128)
     Each repeats one token of its own, so none finds another's prompt in a prefix cache.
     """
     return [Work((5 + index,) * num_prompt, num_output) for index in range(batch_size)]
+
+
+SUITE: dict[str, Callable[[], list[Work]]] = {
+    "decode, batch 1": lambda: decode_only(1),
+    "decode, batch 8": lambda: decode_only(8),
+    "decode, batch 32": lambda: decode_only(32),
+    "mixed, 64 requests": lambda: mixed(64),
+}
+"""What every engine is measured on, by name."""
