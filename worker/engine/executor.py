@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 from worker.engine.batch import Batch, SampledToken
 
 
-class SamplingError(Exception):
-    """The model gave no usable distribution (NaN or infinite logits) for some rows.
+class ExecutionError(Exception):
+    """A step could not be computed; the KV of earlier steps is intact. The batch's requests end with an error."""
 
-    Nothing was sampled for any row and no request has changed: fail the named requests, and schedule the others again.
+
+class SamplingError(ExecutionError):
+    """Some rows have no valid next token, for instance because their logits are NaN.
+
+    Only these requests end with an error; the other rows are computed again by a later step.
     """
 
-    def __init__(self, request_ids: Sequence[str]) -> None:
-        self.request_ids = tuple(request_ids)
-        super().__init__(f"logits are not finite for requests {', '.join(self.request_ids)}")
+    def __init__(self, messages: Mapping[int, str]) -> None:
+        """`messages` by index of the row in the batch, at least one."""
+        super().__init__("; ".join(f"row {row}: {message}" for row, message in messages.items()))
+        self.messages = dict(messages)
 
 
 class Executor(Protocol):

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from common.types import Band, FinishReason, SamplingParams
+from worker.cache.block import BlockKey
 
 
 class RequestState(Enum):
@@ -41,6 +42,12 @@ class Request:
     admissions: int = 0  # grows at every admission: tells the executor that the slot's row starts anew
     num_preemptions: int = 0
     num_cached_tokens: int = 0  # tokens found in the prefix cache at first admission
+    num_given_tokens: int = 0  # tokens known at submit: the prompt, and output of earlier attempts
+    stop_ids: frozenset[int] = frozenset()  # end generation: stop token ids, and the model's unless ignore_eos
+    max_total_tokens: int = 0  # prompt + output at most: by max_tokens, by the context, by the pool
+    num_lost: int = 0  # computed tokens that the last preemption dropped
+    block_keys: list[BlockKey] = field(default_factory=list)  # of its full blocks, as far as they were needed
+    num_published: int = 0  # leading blocks that are hittable, by this request or before it
 
     @property
     def num_tokens(self) -> int:

@@ -1,0 +1,105 @@
+"""An executor without a model: it remembers what each KV cell holds, and checks all that it reads."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from zlib import crc32
+
+from worker.engine.batch import Batch, BatchRow, SampledToken
+from worker.engine.request import Request, RequestState
+
+
+def prefix_states(token_ids: Sequence[int], salt: str) -> list[int]:
+    """For every position what its KV must hold: a number of the salt and of all tokens up to it."""
+    state = crc32(salt.encode())
+    states = []
+    for token_id in token_ids:
+        state = hash((state, token_id, 0x9E3779B9))
+        states.append(state)
+    return states
+
+
+def next_token(state: int, vocab_size: int) -> int:
+    """The "model": the token after a prefix with this state."""
+    return hash((state, 0x51ED27)) % vocab_size
+
+
+def generate(prompt: Sequence[int], num_tokens: int, *, vocab_size: int, salt: str = "") -> list[int]:
+    """What any engine must generate after a prompt, if nothing ends it earlier."""
+    token_ids = list(prompt)
+    for _ in range(num_tokens):
+        token_ids.append(next_token(prefix_states(token_ids, salt)[-1], vocab_size))
+    return token_ids[len(prompt) :]
+
+
+class FakeExecutor:
+    """Fails with AssertionError if a table is short, a cell holds another prefix's KV, or a shared block
+    is written.
+
+    `error`, if set, is raised once instead of the next step. `batches` keeps (request id, num_new) of every step.
+    """
+
+    def __init__(
+        self, num_blocks: int, block_size: int, *, vocab_size: int = 1000, max_num_seqs: int = 1 << 30
+    ) -> None:
+        self._num_blocks = num_blocks
+        self._block_size = block_size
+        self._vocab_size = vocab_size
+        self._max_num_seqs = max_num_seqs
+        self._cells: dict[tuple[int, int], int] = {}
+        self.error: Exception | None = None
+        self.batches: list[list[tuple[str, int]]] = []
+
+    @property
+    def block_size(self) -> int:
+        """Tokens per block."""
+        return self._block_size
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks, the null block among them."""
+        return self._num_blocks
+
+    def execute(self, batch: Batch) -> list[SampledToken | None]:
+        """Writes, then reads every cell that attention would read, then "samples"."""
+        self._check_batch(batch)
+        self.batches.append([(row.request.request_id, row.num_new) for row in batch.rows])
+        if self.error is not None:
+            error, self.error = self.error, None
+            raise error
+        states = [prefix_states(row.request.token_ids, row.request.cache_salt) for row in batch.rows]
+        for row, wanted in zip(batch.rows, states, strict=True):
+            start = row.request.num_computed
+            for position in range(start, start + row.num_new):
+                self._cells[self._cell(row.request, position)] = wanted[position]
+        sampled: list[SampledToken | None] = []
+        for row, wanted in zip(batch.rows, states, strict=True):
+            end = row.request.num_computed + row.num_new
+            held = [self._cells.get(self._cell(row.request, position)) for position in range(end)]
+            assert held == wanted[:end], f"{row.request.request_id} reads foreign or missing KV"
+            sampled.append(SampledToken(next_token(wanted[-1], self._vocab_size)) if row.samples else None)
+        return sampled
+
+    def _cell(self, request: Request, position: int) -> tuple[int, int]:
+        return request.block_ids[position // self._block_size], position % self._block_size
+
+    def _check_batch(self, batch: Batch) -> None:
+        requests = [row.request for row in batch.rows]
+        assert len({id(request) for request in requests}) == len(requests), "a request has two rows"
+        slots = {request.slot for request in requests}
+        assert len(slots) == len(requests), "two requests share a slot"
+        assert all(0 <= slot < self._max_num_seqs for slot in slots)
+        in_tables = Counter(block_id for request in requests for block_id in request.block_ids)
+        for row in batch.rows:
+            assert row.request.state is RequestState.RUNNING
+            assert row.num_new >= 1, "a row without progress"
+            written = self._written(row)
+            assert all(0 < block_id < self._num_blocks for block_id in row.request.block_ids)
+            assert all(in_tables[block_id] == 1 for block_id in written), "a shared block is written"
+
+    def _written(self, row: BatchRow) -> set[int]:
+        start, end = row.request.num_computed, row.request.num_computed + row.num_new
+        assert end <= row.request.num_tokens
+        assert end <= len(row.request.block_ids) * self._block_size, "the block table does not cover the row"
+        return {self._cell(row.request, position)[0] for position in range(start, end)}

@@ -1,0 +1,68 @@
+"""What a step tells the outside: plain values, no reference into the engine."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from common.types import BlockUsage, FinishReason, PositionLogprobs, Reason
+from worker.engine.executor import ExecutionError
+
+
+class RequestOutput(NamedTuple):
+    """New tokens of one request. With a finish reason it is the request's terminal event: nothing follows it."""
+
+    request_id: str
+    attempt: int
+    token_ids: tuple[int, ...]
+    logprobs: tuple[PositionLogprobs, ...]  # one per token, or none
+    finish_reason: FinishReason | None
+    cached_prompt_tokens: int  # found in the prefix cache; 0 except in the first output of an attempt
+
+
+class RequestRejected(NamedTuple):
+    """A submit that was not taken, or a taken request that failed: then it is the request's terminal event.
+
+    NO_CREDIT and DRAINING say that another worker, or a later try, can serve it.
+    """
+
+    request_id: str
+    attempt: int
+    reason: Reason
+    message: str  # what it needs and what there is; may be shown to the client
+
+
+@dataclass(slots=True)
+class SessionOutput:
+    """All news of one step for one session, in the order outputs, rejected, usage."""
+
+    outputs: list[RequestOutput] = field(default_factory=list)
+    rejected: list[RequestRejected] = field(default_factory=list)
+    usage: BlockUsage | None = None  # set when it changed for this session
+
+
+@dataclass(frozen=True, slots=True)
+class StepStats:
+    """Numbers of one step, for metrics."""
+
+    num_rows: int  # requests in the batch
+    num_tokens: int  # computed by the batch
+    num_sampled: int  # output tokens made
+    num_hit_tokens: int  # found in the prefix cache by requests admitted in this step
+    num_preemptions: int
+    num_recomputed_tokens: int  # to be computed again by requests readmitted in this step
+    running: int
+    waiting: int
+    empty_blocks: int
+    cached_blocks: int
+    referenced_blocks: int
+    swapping_blocks: int
+
+
+@dataclass(frozen=True, slots=True)
+class StepOutput:
+    """What one step did: news by session id, numbers, and why it failed if it did (for the log)."""
+
+    sessions: dict[int, SessionOutput]
+    stats: StepStats
+    error: ExecutionError | None = None
