@@ -1,0 +1,1 @@
+"""A worker's edge: the gRPC service that gateways call, and the announcements to them."""

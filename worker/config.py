@@ -1,0 +1,73 @@
+"""What a worker can be told; environment variables start with TIDEGATE_WORKER_, flags have the same names."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import socket
+
+from pydantic import Field, field_validator
+from pydantic_settings import SettingsConfigDict
+
+from common.config import Settings
+
+
+def _default_worker_id() -> str:
+    return f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(2)}"
+
+
+def _default_threads() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+class WorkerSettings(Settings):
+    """Model, memory, batching, and who is told that this worker exists."""
+
+    model_config = SettingsConfigDict(env_prefix="TIDEGATE_WORKER_")
+
+    model: str = Field("", description="GGUF file or Hugging Face folder; empty fetches and caches the default model")
+    model_name: str = Field("", description="name that clients ask for; empty takes the one in the model's files")
+    dtype: str = Field(
+        "auto",
+        pattern="^(auto|float32|bfloat16)$",
+        description="of weights and KV cache; auto: bfloat16 where the CPU multiplies it in hardware, else float32",
+    )
+    kv_cache_mib: int = Field(
+        1024, ge=1, description="MiB of KV cache, taken at start; it bounds how many tokens all requests hold together"
+    )
+    block_size: int = Field(16, ge=1, le=1024, description="tokens per KV block; larger shares fewer prefix tokens")
+    max_num_seqs: int = Field(
+        64, ge=1, le=4096, description="requests in a step at most; more raise throughput and the time per token"
+    )
+    max_num_batched_tokens: int = Field(
+        512, ge=1, description="tokens in a step at most; more speed up prompts and lengthen the pause between tokens"
+    )
+    context_limit: int = Field(
+        0, ge=0, description="tokens of prompt and output together; 0: what the model was trained for"
+    )
+    prefix_cache: bool = Field(True, description="keep finished requests' blocks for later prompts that start alike")
+    threads: int = Field(
+        default_factory=_default_threads, ge=1, description="compute threads; more than cores makes steps slower"
+    )
+    gateways: str = Field("", description="host:port of every gateway, comma-separated, to announce this worker to")
+    advertise: str = Field(
+        "", description="host:port where gateways dial this worker; empty: the address it reaches them from"
+    )
+    worker_id: str = Field(
+        default_factory=_default_worker_id,
+        pattern=r"^[A-Za-z0-9._:-]{1,128}$",
+        description="unique in the fleet; keep it over restarts to be recognised",
+    )
+
+    @field_validator("gateways")
+    @classmethod
+    def _check_gateways(cls, value: str) -> str:
+        for address in value.split(","):
+            if address.strip() and not address.strip().rpartition(":")[2].isdigit():
+                raise ValueError(f"'{address.strip()}' is not host:port")
+        return value
+
+    @property
+    def gateway_addresses(self) -> tuple[str, ...]:
+        """The gateways as host:port, without repeats."""
+        return tuple(dict.fromkeys(address.strip() for address in self.gateways.split(",") if address.strip()))

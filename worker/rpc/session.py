@@ -1,0 +1,173 @@
+"""One gateway's session: commands go to the engine, the engine's news to the outbox, its end aborts its requests."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from typing import Protocol
+
+import structlog
+
+from common.errors import InvalidRequestError
+from common.types import Band, ModelLimits, Reason, SamplingParams
+from protos.inference.v1 import types_pb2, worker_pb2
+from worker.engine.events import RequestRejected, SessionOutput
+from worker.rpc import codec
+from worker.rpc.outbox import Outbox
+
+_log = structlog.get_logger(__name__)
+
+HEARTBEAT_S = 0.5
+"""A session without news says this often that it is there, and how old the engine loop's last progress is."""
+
+
+class EngineLoop(Protocol):
+    """The engine's thread as the event loop sees it: nothing here blocks, answers come as SessionOutput."""
+
+    @property
+    def age_s(self) -> float:
+        """Seconds since the loop last made progress or was idle."""
+        ...
+
+    def open_session(self, session_id: int, on_output: Callable[[SessionOutput], None]) -> None:
+        """From now on `on_output` is called on the event loop with the session's news."""
+        ...
+
+    def submit(
+        self,
+        session_id: int,
+        request_id: str,
+        attempt: int,
+        prompt_token_ids: Sequence[int],
+        sampling: SamplingParams,
+        *,
+        output_token_ids: Sequence[int],
+        band: Band,
+        cache_salt: str,
+    ) -> None:
+        """Gives a request to the engine; what it refuses comes back as rejected."""
+        ...
+
+    def abort(self, session_id: int, request_id: str, attempt: int) -> None:
+        """Ends a request; nothing if it is not there."""
+        ...
+
+    def close_session(self, session_id: int) -> None:
+        """Aborts the session's requests; `on_output` is not called again."""
+        ...
+
+
+class GatewaySession:
+    """Lives from a gateway's Open to the end of its stream, whatever ends it. Used on the event loop only."""
+
+    def __init__(self, session_id: int, gateway_id: str, engine: EngineLoop, limits: ModelLimits) -> None:
+        self.session_id = session_id
+        self.gateway_id = gateway_id
+        self._engine = engine
+        self._limits = limits
+        self._outbox = Outbox()
+        self._live: set[tuple[str, int]] = set()  # submitted and not ended
+        self._usage: worker_pb2.BlockUsage | None = None  # the latest, to be repeated in heartbeats
+        self._is_draining = False
+
+    def __repr__(self) -> str:
+        return f"GatewaySession({self.session_id}, gateway={self.gateway_id}, live={len(self._live)}, {self._outbox})"
+
+    def open(self) -> None:
+        """Makes the session known to the engine."""
+        self._engine.open_session(self.session_id, self._on_output)
+
+    def close(self) -> None:
+        """Aborts everything the session asked for."""
+        self._engine.close_session(self.session_id)
+
+    def drain(self) -> None:
+        """Takes no new requests, and says goodbye when the accepted ones have ended."""
+        if not self._is_draining:
+            self._is_draining = True
+            self._say_goodbye_if_done()
+
+    async def read(self, commands: AsyncIterator[worker_pb2.SessionCommand]) -> None:
+        """Obeys until the gateway's end of the stream closes. Raises InvalidRequestError for what is no command."""
+        async for command in commands:
+            self._obey(command)
+            await self._outbox.room()
+
+    async def write(self, send: Callable[[worker_pb2.SessionEvent], Awaitable[None]]) -> None:
+        """Sends news as they come and heartbeats while there are none; returns after a goodbye.
+
+        While `send` waits for a slow gateway, news merge in the outbox.
+        """
+        while True:
+            event = await self._next_event()
+            if event.HasField("step"):
+                event.step.loop_age_s = self._engine.age_s
+            await send(event)
+            if event.HasField("goodbye"):
+                return
+
+    async def _next_event(self) -> worker_pb2.SessionEvent:
+        try:
+            async with asyncio.timeout(HEARTBEAT_S):
+                return await self._outbox.take()
+        except TimeoutError:
+            return worker_pb2.SessionEvent(step=worker_pb2.Step(usage=self._usage))
+
+    def _obey(self, command: worker_pb2.SessionCommand) -> None:
+        match command.WhichOneof("command"):
+            case "submit":
+                self._submit(command.submit)
+            case "abort":
+                self._engine.abort(self.session_id, command.abort.request_id, command.abort.attempt)
+            case "drain":
+                self.drain()
+            case "open":
+                raise InvalidRequestError.of_field("open", "the session is open; open is sent once, first")
+            case _:
+                raise InvalidRequestError.of_field("command", "must be set: submit, abort or drain")
+
+    def _submit(self, message: worker_pb2.Submit) -> None:
+        key = (message.request_id, message.attempt)
+        if self._is_draining:
+            self._reject(message, Reason.DRAINING, "the worker is draining and takes no new request")
+        elif key in self._live:
+            self._reject(message, Reason.DUPLICATE_REQUEST_ID, "this attempt of the request is running")
+        else:
+            try:
+                submission = codec.submission_from_proto(message, self._limits)
+            except InvalidRequestError as error:
+                self._reject(message, error.reason, error.message)
+                return
+            self._live.add(key)
+            self._engine.submit(
+                self.session_id,
+                submission.request_id,
+                submission.attempt,
+                submission.prompt_token_ids,
+                submission.sampling,
+                output_token_ids=submission.output_token_ids,
+                band=submission.band,
+                cache_salt=submission.cache_salt,
+            )
+
+    def _reject(self, message: worker_pb2.Submit, reason: Reason, text: str) -> None:
+        rejected = RequestRejected(message.request_id, message.attempt, reason, text)
+        self._outbox.put_rejected(codec.rejected_to_proto(rejected))
+
+    def _on_output(self, output: SessionOutput) -> None:
+        self._outbox.put_outputs(codec.output_to_proto(each) for each in output.outputs)
+        self._live.difference_update((each.request_id, each.attempt) for each in output.outputs if each.finish_reason)
+        for rejected in output.rejected:
+            self._outbox.put_rejected(codec.rejected_to_proto(rejected))
+            self._live.discard((rejected.request_id, rejected.attempt))
+        if output.usage is not None:
+            usage = codec.usage_to_proto(output.usage)
+            self._usage = worker_pb2.BlockUsage()
+            self._usage.CopyFrom(usage)
+            del self._usage.accounted[:]
+            self._outbox.put_usage(usage)
+        self._say_goodbye_if_done()
+
+    def _say_goodbye_if_done(self) -> None:
+        if self._is_draining and not self._live:
+            self._outbox.put_goodbye(types_pb2.REASON_DRAINING)
