@@ -11,7 +11,7 @@ import redis
 
 from common.local_redis import redis_url as local_or_configured
 
-__all__ = ["pool", "redis_client", "redis_url"]
+__all__ = ["pool", "pool_keys", "redis_client", "redis_url", "request_keys"]
 
 
 @pytest.fixture(scope="session")
@@ -33,13 +33,18 @@ def pool(redis_client: redis.Redis) -> Iterator[str]:
     """A pool name of this test alone. Fails the test if a key of a request is left, then removes all its keys."""
     name = f"test-{secrets.token_hex(6)}"
     yield name
-    keys = sorted(redis_client.scan_iter(match=f"tidegate:{{{name}}}:*", count=1000))
-    if keys:
-        redis_client.delete(*keys)
-    left = [key for key in keys if is_request_key(key)]
+    left = request_keys(redis_client, name)
+    for key in pool_keys(redis_client, name):
+        redis_client.delete(key)
     assert not left, f"keys of requests left in the store: {left}"
 
 
-def is_request_key(key: str) -> bool:
-    """True for keys that exist only while some request is waiting, claimed or running."""
-    return key.split("}:", 1)[1].split(":", 1)[0] in {"request", "waiting", "models", "owned", "claims", "leases"}
+def pool_keys(client: redis.Redis, pool: str) -> list[str]:
+    """All keys of a pool."""
+    return sorted(client.scan_iter(match=f"tidegate:{{{pool}}}:*", count=1000))
+
+
+def request_keys(client: redis.Redis, pool: str) -> list[str]:
+    """Those keys of a pool that exist only while some request is waiting, claimed or running."""
+    kinds = {"request", "waiting", "models", "owned", "claims", "leases"}
+    return [key for key in pool_keys(client, pool) if key.split("}:", 1)[1].split(":", 1)[0] in kinds]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -57,18 +58,20 @@ def test_a_given_directory_keeps_the_url_over_a_restart(tmp_path: Path) -> None:
 def test_a_killed_owner_takes_the_server_with_it() -> None:
     with subprocess.Popen([sys.executable, "-c", OWNER], stdout=subprocess.PIPE, text=True) as owner:
         assert owner.stdout is not None
-        pid = int(owner.stdout.readline().split()[0])
+        pid_text, socket_path = owner.stdout.readline().split()
+        pid = int(pid_text)
         assert is_running(pid)
         os.kill(owner.pid, signal.SIGKILL)
     deadline = time.monotonic() + 10
     while is_running(pid):
         assert time.monotonic() < deadline, "redis-server outlived its owner"
         time.sleep(0.01)
+    shutil.rmtree(Path(socket_path).parent)
 
 
 def test_without_any_redis_the_error_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(local_redis, "find_spec", lambda name: None)
-    with pytest.raises(LocalRedisError, match="TIDEGATE_REDIS_URL.*local"), local_redis.redis_url(None):
+    with pytest.raises(LocalRedisError, match=r"TIDEGATE_REDIS_URL.*local"), local_redis.redis_url(None):
         pass
     with local_redis.redis_url("redis://elsewhere:6379") as url:
         assert url == "redis://elsewhere:6379"

@@ -1,0 +1,127 @@
+"""The connection to Redis: a bounded pool, named scripts, one translation of errors, calls that survive cancelling."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine, Iterator, Sequence
+from contextlib import contextmanager
+from hashlib import sha1
+from importlib.resources import files
+from typing import Any, TypeVar
+
+from redis import exceptions
+from redis.asyncio import ConnectionPool, Redis
+from redis.asyncio.retry import Retry
+from redis.backoff import NoBackoff
+
+from common.errors import UnavailableError
+from common.types import Reason
+
+T = TypeVar("T")
+Argument = str | int
+_RETRY_AFTER_S = 1.0
+_UNREACHABLE = (
+    exceptions.ConnectionError,
+    exceptions.TimeoutError,
+    exceptions.ReadOnlyError,
+    exceptions.OutOfMemoryError,
+    TimeoutError,
+    OSError,
+)
+
+
+def connect(url: str, *, max_connections: int, timeout_s: float, block_s: float = 0.0) -> Redis:
+    """A client that sends every command once: a script whose reply was lost may have run, so its caller must decide.
+
+    Replies are bytes of protocol 2. `timeout_s` bounds connecting, and each reply beyond `block_s`, the time for which
+    the caller's commands may block in the server. Nothing is sent before the first command.
+    """
+    pool: ConnectionPool = ConnectionPool.from_url(
+        url,
+        max_connections=max_connections,
+        socket_timeout=timeout_s + block_s,
+        socket_connect_timeout=timeout_s,
+        retry=Retry(NoBackoff(), 0),
+        retry_on_timeout=False,
+        protocol=2,
+        decode_responses=False,
+    )
+    return Redis.from_pool(pool)
+
+
+@contextmanager
+def store_errors() -> Iterator[None]:
+    """Turns every way in which the store can be out of reach into UnavailableError(STORE_UNAVAILABLE)."""
+    try:
+        yield
+    except _UNREACHABLE as error:
+        raise UnavailableError(
+            "the store cannot be reached", reason=Reason.STORE_UNAVAILABLE, retry_after_s=_RETRY_AFTER_S
+        ) from error
+
+
+def text(reply: Any) -> str:
+    """A bulk string of a reply."""
+    if not isinstance(reply, bytes):
+        raise TypeError(f"a string was expected in the store's reply, not {reply!r}")
+    return reply.decode()
+
+
+class Script:
+    """One Lua file of `scripts/`, behind the shared prelude; sent by digest, in full if the server does not know it."""
+
+    def __init__(self, name: str) -> None:
+        folder = files(__package__).joinpath("scripts")
+        self._source = folder.joinpath("common.lua").read_text() + folder.joinpath(f"{name}.lua").read_text()
+        self._digest = sha1(self._source.encode(), usedforsecurity=False).hexdigest()
+        self._name = name
+
+    def __repr__(self) -> str:
+        return f"Script({self._name})"
+
+    async def run(self, client: Redis, keys: Sequence[str], arguments: Sequence[Argument]) -> Any:
+        """Runs it and returns the server's reply. An unknown script has not run: resending it is safe."""
+        call = (len(keys), *keys, *arguments)
+        try:
+            return await client.execute_command("EVALSHA", self._digest, *call)  # type: ignore[no-untyped-call]
+        except exceptions.NoScriptError:
+            return await client.execute_command("EVAL", self._source, *call)  # type: ignore[no-untyped-call]
+
+
+class Calls:
+    """Runs each call to its end even if its caller is cancelled, so that no connection is left with an unread reply.
+
+    At most `max_running` run at once, the others wait their turn, in order, for at most `timeout_s`.
+    """
+
+    def __init__(self, *, max_running: int, timeout_s: float) -> None:
+        self._turns = asyncio.Semaphore(max_running)
+        self._timeout_s = timeout_s
+        self._tasks: set[asyncio.Task[Any]] = set()
+
+    def start(self, call: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
+        """Starts a call that nobody can cancel but `close`."""
+        task = asyncio.get_running_loop().create_task(call)
+        self._tasks.add(task)
+        task.add_done_callback(self._forget)
+        return task
+
+    def _forget(self, task: asyncio.Task[Any]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled():
+            task.exception()  # seen: a caller that was cancelled does not come back for it
+
+    async def run(self, script: Script, client: Redis, keys: Sequence[str], arguments: Sequence[Argument]) -> Any:
+        """Runs a script when its turn comes. Raises UnavailableError(STORE_UNAVAILABLE)."""
+        with store_errors():
+            async with asyncio.timeout(self._timeout_s):
+                await self._turns.acquire()
+            try:
+                return await script.run(client, keys, arguments)
+            finally:
+                self._turns.release()
+
+    async def close(self) -> None:
+        """Waits for the calls that are under way; each is bounded by the client's timeouts."""
+        while self._tasks:
+            await asyncio.wait(self._tasks)

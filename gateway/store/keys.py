@@ -1,0 +1,100 @@
+"""The written key schema of the store: every key, its type, fields, lifetime, owner, and who removes it.
+
+Every key starts with `tidegate:{<pool>}:`. The braces are Redis Cluster's hash tag, so all keys of a pool live in one
+slot and one script may touch any of them. A pool is what one queue serves: all gateways and workers of a deployment.
+
+The keys that exist once per pool are passed to every script as KEYS, always all of them, in the order of `pool_keys`.
+The keys of a request, gateway, worker or model are built inside the scripts from the pool's prefix (ARGV[1]): which
+ones a run touches is known only while it runs, and the shared hash tag puts them on the same node. `common.lua` builds
+them with the same names as the functions here; this file is the specification.
+
+All times are integer microseconds of Redis's own clock, all counters stay under 2**53, and epochs and sequence numbers
+of workers (64 bits) are kept and compared as decimal strings, because a Lua number cannot hold them.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from common.types import Band
+
+_POOL_PATTERN = re.compile(r"[A-Za-z0-9._-]{1,64}")
+
+
+@dataclass(frozen=True, slots=True)
+class PoolKeys:
+    """The keys of one pool. Raises ValueError for a name that could break the hash tag."""
+
+    pool: str
+
+    def __post_init__(self) -> None:
+        if _POOL_PATTERN.fullmatch(self.pool) is None:
+            raise ValueError(f"pool {self.pool!r}: allowed are 1 to 64 letters, digits, dots, underscores and dashes")
+
+    @property
+    def prefix(self) -> str:
+        """What every key of the pool starts with."""
+        return f"tidegate:{{{self.pool}}}:"
+
+    def pool_keys(self) -> list[str]:
+        """The keys that exist once per pool, in the order in which scripts take them.
+
+        models: SET of models that have waiting requests. Follows `waiting`.
+        gateways: ZSET gateway id -> time until which it lives. Set by heartbeat and enqueue. Removed by its own leave,
+            or by whoever reaps it once nothing that it owned is left.
+        leases: ZSET request id -> time at which an unaccounted claim is undone. Added by dispatch; removed when the
+            claim is accounted for, undone or finished.
+        sequence: STRING, counter of arrivals; gives the order inside a band. The only key without an end.
+        announced: ZSET worker id -> time at which its announcement expires. Set by announce, purged by heartbeat.
+        announcements: HASH worker id -> JSON {epoch, address, model, draining}. Follows `announced`.
+        """
+        names = ("models", "gateways", "leases", "sequence", "announced", "announcements")
+        return [self.prefix + name for name in names]
+
+    def request(self, request_id: str) -> str:
+        """HASH, one live request. Written by enqueue, removed by finish or by reaping its dead owner.
+
+        owner, model, band, input_tokens, tokens_needed: as enqueued (input_tokens is renewed by requeue);
+        arrival: its number in the sequence; resumed: 1 after it lost a worker, it then precedes fresh work of its band;
+        waiting_since: time; attempt: of the last claim, 0 before the first; worker, epoch: of the present claim, empty
+        while it waits; overtaken: how often a later request was claimed while this one did not fit.
+        """
+        return f"{self.prefix}request:{request_id}"
+
+    def waiting(self, band: Band, model: str) -> str:
+        """ZSET request id -> place (arrival, less 2**52 if resumed), the waiting requests of a band and model.
+
+        Members are added by enqueue and requeue, removed by dispatch, finish and reaping; Redis removes it when empty.
+        """
+        return f"{self.prefix}waiting:{int(band)}:{model}"
+
+    def owned(self, gateway_id: str) -> str:
+        """SET of the ids of a gateway's live requests: makes reaping a dead gateway cheap. Follows `request`."""
+        return f"{self.prefix}owned:{gateway_id}"
+
+    def inbox(self, gateway_id: str) -> str:
+        """STREAM of what others ask of it: kind ("claim" or "cancel"), request_id, a claim's worker, epoch, attempt.
+
+        Trimmed by its reader, expires with the gateway's heartbeat, removed by leave and by whoever reaps the gateway.
+        """
+        return f"{self.prefix}inbox:{gateway_id}"
+
+    def worker(self, worker_id: str) -> str:
+        """HASH, a worker's newest numbers: epoch, seq, model, block_size, num_blocks, max_num_seqs, free_slots,
+        free_blocks, reported_at. Written by dispatch, zeroed by forget_worker, expires an hour after its last report.
+        """
+        return f"{self.prefix}worker:{worker_id}"
+
+    def serving(self, model: str) -> str:
+        """SET of ids of workers that reported to serve a model. Added to by dispatch, which also drops those whose
+        numbers have expired or name another model; expires an hour after the last report of any of them.
+        """
+        return f"{self.prefix}serving:{model}"
+
+    def claims(self, worker_id: str) -> str:
+        """HASH request id -> "epoch:attempt:blocks", claims that are not yet contained in the worker's numbers.
+
+        Added by dispatch; removed when accounted for, undone, finished, or by a report of a newer epoch.
+        """
+        return f"{self.prefix}claims:{worker_id}"

@@ -1,0 +1,250 @@
+"""The queue in Redis: every method runs one script, which alone decides and commits."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Coroutine, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from common.errors import DuplicateRequestError, LimitExceededError, UnavailableError
+from common.types import Band
+from gateway.queueing.queue import Claim, InboxMessage, Place, QueueDepth, QueueEntry, WorkerRecord, WorkerReport
+from gateway.store.connection import Argument, Calls, Script, connect, text
+from gateway.store.inbox import Inbox
+from gateway.store.keys import PoolKeys
+
+T = TypeVar("T")
+_SCRIPT_NAMES = (
+    "enqueue",
+    "dispatch",
+    "requeue",
+    "finish",
+    "owner_of",
+    "send_cancel",
+    "announce",
+    "workers",
+    "forget_worker",
+    "heartbeat",
+    "leave",
+    "depths",
+)
+_ALREADY_LIVE = -1
+_BAND_FULL = -2
+
+
+@dataclass(frozen=True, slots=True)
+class QueueSettings:
+    """Bounds of the queue; all gateways of a pool should use the same."""
+
+    claim_lease_s: float = 10.0  # a claim that no report accounts for is undone after this long
+    report_ttl_s: float = 5.0  # a worker silent for this long has no credit
+    owner_ttl_s: float = 10.0  # how long a gateway that enqueues before its first heartbeat is taken to live
+    max_overtakes: int = 16  # how often a head that does not fit is overtaken before a worker is kept free for it
+    max_passed: int = 32  # how many heads that do not fit are looked past in one dispatch
+    max_connections: int = 8  # beside the one for the inbox
+    timeout_s: float = 5.0  # for connecting, for a connection's turn, and for each reply
+
+
+class RedisQueue:
+    """The `Queue` of one gateway on a Redis server. Made without I/O; belongs to one event loop.
+
+    A cancelled call still runs to its end, so no reply can reach another caller; a cancelled enqueue is withdrawn.
+    A request whose enqueue or finish got no answer from the store is removed with the next heartbeat.
+    """
+
+    def __init__(self, url: str, *, pool: str, gateway_id: str, settings: QueueSettings | None = None) -> None:
+        self._settings = settings or QueueSettings()
+        self._gateway_id = gateway_id
+        self._keys = PoolKeys(pool)
+        self._pool_keys = self._keys.pool_keys()
+        bounds = self._settings
+        self._client = connect(url, max_connections=bounds.max_connections, timeout_s=bounds.timeout_s)
+        self._calls = Calls(max_running=bounds.max_connections, timeout_s=bounds.timeout_s)
+        self._inbox = Inbox(url, self._keys.inbox(gateway_id), timeout_s=bounds.timeout_s)
+        self._scripts = {name: Script(name) for name in _SCRIPT_NAMES}
+        self._live: set[str] = set()  # enqueued here and not finished
+        self._doubtful: set[str] = set()  # the store may hold them, and must not
+
+    def __repr__(self) -> str:
+        return f"RedisQueue(pool={self._keys.pool}, gateway={self._gateway_id}, live={len(self._live)})"
+
+    async def enqueue(self, entry: QueueEntry, *, max_length: int) -> None:
+        """Adds a request at the end of its band. See `Queue.enqueue`; the caller must not finish a duplicate."""
+        task = self._calls.start(self._enqueue(entry, max_length))
+        try:
+            await asyncio.shield(task)
+        except asyncio.CancelledError:
+            self._calls.start(self._withdraw(task, entry.request_id))
+            raise
+
+    async def _enqueue(self, entry: QueueEntry, max_length: int) -> int:
+        try:
+            arrival: int = await self._script(
+                "enqueue",
+                entry.request_id,
+                entry.owner,
+                entry.model,
+                int(entry.band),
+                entry.num_input_tokens,
+                entry.num_tokens_needed,
+                max_length,
+                _microseconds(self._settings.owner_ttl_s),
+            )
+        except UnavailableError:
+            self._doubtful.add(entry.request_id)
+            raise
+        if arrival == _ALREADY_LIVE:
+            raise DuplicateRequestError("a request with this id is being served")
+        if arrival == _BAND_FULL:
+            raise LimitExceededError(f"the queue of the {entry.band.name.lower()} band is full ({max_length} waiting)")
+        self._live.add(entry.request_id)
+        self._doubtful.discard(entry.request_id)
+        return arrival
+
+    async def _withdraw(self, enqueueing: asyncio.Task[int], request_id: str) -> None:
+        """Undoes an enqueue whose caller was cancelled, and no later one of the same id."""
+        await asyncio.wait([enqueueing])
+        if enqueueing.exception() is None:
+            await self._finish(request_id, str(enqueueing.result()))
+
+    async def dispatch(self, reports: Sequence[WorkerReport] = ()) -> list[Claim]:
+        """Takes in reports, then claims heads in policy order while some worker has credit. See `Queue.dispatch`."""
+        bounds = self._settings
+        arguments: list[Argument] = [
+            self._gateway_id,
+            _microseconds(bounds.report_ttl_s),
+            _microseconds(bounds.claim_lease_s),
+            bounds.max_overtakes,
+            bounds.max_passed,
+            len(reports),
+        ]
+        for report in reports:
+            arguments += _report_arguments(report)
+        claims = await self._run("dispatch", *arguments)
+        return [_claim(*(text(field) for field in claim)) for claim in claims]
+
+    async def requeue(self, request_id: str, *, attempt: int, place: Place, num_input_tokens: int) -> bool:
+        """Undoes a claim: the request waits again. See `Queue.requeue`."""
+        arguments = (request_id, self._gateway_id, attempt, place.value, num_input_tokens)
+        return bool(await self._run("requeue", *arguments))
+
+    async def finish(self, request_id: str) -> bool:
+        """Removes every trace of a request of this gateway. See `Queue.finish`."""
+        return await self._shielded(self._finish(request_id, ""))
+
+    async def _finish(self, request_id: str, arrival: str) -> bool:
+        self._live.discard(request_id)
+        try:
+            return bool(await self._script("finish", request_id, self._gateway_id, arrival))
+        except UnavailableError:
+            self._doubtful.add(request_id)
+            raise
+
+    async def owner_of(self, request_id: str) -> str | None:
+        """The gateway that holds the request's stream, or None."""
+        owner = await self._run("owner_of", request_id)
+        return text(owner) if owner is not None else None
+
+    async def send_cancel(self, request_id: str) -> bool:
+        """Puts a cancel into the inbox of the request's owner. False if there is no such request."""
+        return bool(await self._run("send_cancel", request_id))
+
+    async def read_inbox(self, *, timeout_s: float) -> list[InboxMessage]:
+        """This gateway's new messages, each returned once, in order; waits up to timeout_s for the first."""
+        return [self._message(fields) for fields in await self._inbox.read(timeout_s=timeout_s)]
+
+    def _message(self, fields: dict[str, str]) -> InboxMessage:
+        request_id, kind = fields["request_id"], fields["kind"]
+        if kind != "claim":
+            return InboxMessage(kind, request_id)
+        claim = _claim(request_id, self._gateway_id, fields["worker"], fields["epoch"], fields["attempt"])
+        return InboxMessage(kind, request_id, claim)
+
+    async def announce(self, worker: WorkerRecord, *, ttl_s: float) -> None:
+        """Makes a worker known for ttl_s. An older epoch than the known one is ignored."""
+        announcement = {
+            "epoch": str(worker.epoch),
+            "address": worker.address,
+            "model": worker.model,
+            "draining": worker.draining,
+        }
+        await self._run("announce", worker.worker_id, worker.epoch, _microseconds(ttl_s), json.dumps(announcement))
+
+    async def workers(self) -> list[WorkerRecord]:
+        """All workers whose announcement has not expired, by id."""
+        reply = await self._run("workers")
+        return [
+            _worker_record(text(worker), json.loads(known))
+            for worker, known in zip(reply[::2], reply[1::2], strict=True)
+        ]
+
+    async def forget_worker(self, worker_id: str, *, epoch: int) -> None:
+        """Removes a lost worker's numbers and so its credit, unless a newer epoch is known."""
+        await self._run("forget_worker", worker_id, epoch)
+
+    async def heartbeat(self, *, ttl_s: float) -> list[str]:
+        """Says that this gateway lives for ttl_s more, and reaps what others left. See `Queue.heartbeat`."""
+        believed = sorted(self._live)
+        unknown = [text(it) for it in await self._run("heartbeat", self._gateway_id, _microseconds(ttl_s), *believed)]
+        for request_id in sorted(self._doubtful - self._live):
+            self._doubtful.discard(request_id)
+            await self.finish(request_id)
+        return [request_id for request_id in unknown if request_id in self._live]
+
+    async def depths(self) -> list[QueueDepth]:
+        """Waiting requests and the oldest head's wait, by band."""
+        reply = await self._run("depths")
+        return [QueueDepth(band, reply[2 * i], reply[2 * i + 1] / 1e6) for i, band in enumerate(Band)]
+
+    async def close(self) -> None:
+        """Removes this gateway's own keys, and requests if any are left, and closes connections."""
+        await self._calls.close()
+        try:
+            await self._run("leave", self._gateway_id)
+        finally:
+            await self._inbox.close()
+            await self._client.aclose()
+
+    async def _run(self, name: str, *arguments: Argument) -> Any:
+        return await self._shielded(self._script(name, *arguments))
+
+    async def _shielded(self, call: Coroutine[Any, Any, T]) -> T:
+        return await asyncio.shield(self._calls.start(call))
+
+    async def _script(self, name: str, *arguments: Argument) -> Any:
+        return await self._calls.run(
+            self._scripts[name], self._client, self._pool_keys, (self._keys.prefix, *arguments)
+        )
+
+
+def _microseconds(seconds: float) -> int:
+    return round(seconds * 1e6)
+
+
+def _report_arguments(report: WorkerReport) -> list[Argument]:
+    limits, usage = report.limits, report.usage
+    arguments: list[Argument] = [
+        report.worker_id,
+        report.epoch,
+        usage.seq,
+        limits.model,
+        limits.block_size,
+        limits.num_blocks,
+        limits.max_num_seqs,
+        usage.free_slots,
+        usage.free_blocks,
+        len(usage.accounted),
+    ]
+    for claim in usage.accounted:
+        arguments += [claim.request_id, claim.attempt]
+    return arguments
+
+
+def _claim(request_id: str, owner: str, worker_id: str, epoch: str, attempt: str) -> Claim:
+    return Claim(request_id, owner, worker_id, int(epoch), int(attempt))
+
+
+def _worker_record(worker_id: str, known: dict[str, Any]) -> WorkerRecord:
+    return WorkerRecord(worker_id, int(known["epoch"]), known["address"], known["model"], known["draining"])

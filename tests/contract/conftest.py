@@ -1,0 +1,3 @@
+"""The real Redis of contract tests."""
+
+from tests.support.redis import *  # noqa: F403

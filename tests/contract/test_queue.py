@@ -1,0 +1,500 @@
+"""What every implementation of the `Queue` port does; one body, run against each."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
+
+import pytest
+import pytest_asyncio
+import redis
+
+from common.errors import DuplicateRequestError, LimitExceededError
+from common.types import Band, Reason
+from gateway.queueing.queue import Claim, InboxMessage, Place, Queue, WorkerRecord
+from gateway.store.redis_queue import QueueSettings, RedisQueue
+from tests.support.queueing import entry, eventually, ids, report
+from tests.support.redis import request_keys
+
+MakeQueue = Callable[..., Queue]
+SETTINGS = QueueSettings(max_overtakes=3)
+
+
+@pytest_asyncio.fixture(params=["redis"])
+async def make_queue(redis_url: str, redis_client: redis.Redis, pool: str) -> AsyncIterator[MakeQueue]:
+    made: list[RedisQueue] = []
+
+    def make(gateway_id: str = "g1", settings: QueueSettings = SETTINGS) -> Queue:
+        made.append(RedisQueue(redis_url, pool=pool, gateway_id=gateway_id, settings=settings))
+        return made[-1]
+
+    yield make
+    left = request_keys(redis_client, pool)  # before closing, which would remove them
+    for queue in made:
+        await queue.close()
+    assert not left
+
+
+@pytest.fixture
+def queue(make_queue: MakeQueue) -> Queue:
+    return make_queue()
+
+
+async def enqueue(queue: Queue, *request_ids: str, **fields: object) -> None:
+    for request_id in request_ids:
+        await queue.enqueue(entry(request_id, **fields), max_length=1000)  # type: ignore[arg-type]
+
+
+async def finish(queue: Queue, *request_ids: str) -> None:
+    for request_id in request_ids:
+        assert await queue.finish(request_id)
+
+
+class TestOrder:
+    async def test_first_come_first_served_inside_a_band(self, queue: Queue) -> None:
+        await enqueue(queue, "c", "a", "b")
+        assert ids(await queue.dispatch([report(slots=2)])) == ["c", "a"]
+        assert ids(await queue.dispatch([report(seq=2, slots=3)])) == ["b"]
+        await finish(queue, "a", "b", "c")
+
+    async def test_bands_are_served_strictly_in_order(self, queue: Queue) -> None:
+        await enqueue(queue, "l", band=Band.LOW)
+        await enqueue(queue, "n", band=Band.NORMAL)
+        await enqueue(queue, "h", band=Band.HIGH)
+        assert ids(await queue.dispatch([report()])) == ["h", "n", "l"]
+        await finish(queue, "h", "n", "l")
+
+    async def test_work_of_a_lost_worker_goes_before_fresh_work_of_its_band_only(self, queue: Queue) -> None:
+        await enqueue(queue, "a", "b")
+        claims = await queue.dispatch([report(slots=2)])
+        await enqueue(queue, "c")
+        await enqueue(queue, "h", band=Band.HIGH)
+        for claim in reversed(claims):
+            assert await queue.requeue(claim.request_id, attempt=1, place=Place.FIRST, num_input_tokens=9)
+        again = await queue.dispatch([report(epoch=2)])
+        assert ids(again) == ["h", "a", "b", "c"]
+        assert [claim.attempt for claim in again] == [1, 2, 2, 1]
+        await finish(queue, "a", "b", "c", "h")
+
+    async def test_a_claim_handed_back_keeps_its_place(self, queue: Queue) -> None:
+        await enqueue(queue, "a", "b")
+        await queue.dispatch([report(slots=1)])
+        assert await queue.requeue("a", attempt=1, place=Place.SAME, num_input_tokens=1)
+        assert ids(await queue.dispatch([report(seq=2)])) == ["a", "b"]
+        await finish(queue, "a", "b")
+
+    async def test_a_resumed_request_handed_back_stays_ahead_of_fresh_ones(self, queue: Queue) -> None:
+        await enqueue(queue, "a", "b")
+        await queue.dispatch([report(slots=2)])
+        assert await queue.requeue("b", attempt=1, place=Place.FIRST, num_input_tokens=1)
+        assert await queue.requeue("a", attempt=1, place=Place.SAME, num_input_tokens=1)
+        assert ids(await queue.dispatch([report(seq=2, slots=1)])) == ["b"]
+        assert await queue.requeue("b", attempt=2, place=Place.SAME, num_input_tokens=1)
+        assert ids(await queue.dispatch([report(seq=3)])) == ["b", "a"]
+        await finish(queue, "a", "b")
+
+
+class TestCredit:
+    async def test_without_a_report_nothing_is_claimed(self, queue: Queue) -> None:
+        await enqueue(queue, "a")
+        assert await queue.dispatch() == []
+        await finish(queue, "a")
+
+    async def test_claims_take_slots_until_they_are_accounted_for(self, queue: Queue) -> None:
+        await enqueue(queue, *"abcd")
+        claims = await queue.dispatch([report(slots=2)])
+        assert ids(claims) == ["a", "b"]
+        # The worker changed, but its numbers hold none of the claims yet.
+        assert await queue.dispatch([report(seq=2, slots=2)]) == []
+        # Now they hold "a": one slot is taken in the numbers, one by the claim of "b".
+        assert await queue.dispatch([report(seq=3, slots=1, accounted=claims[:1])]) == []
+        assert ids(await queue.dispatch([report(seq=4, slots=2, accounted=claims[1:])])) == ["c", "d"]
+        await finish(queue, *"abcd")
+
+    async def test_blocks_are_counted_in_the_workers_block_size(self, queue: Queue) -> None:
+        await enqueue(queue, "exact")
+        await finish(queue, "exact")
+        await queue.enqueue(replace(entry("a"), num_tokens_needed=32), max_length=9)
+        await queue.enqueue(replace(entry("b"), num_tokens_needed=33), max_length=9)
+        await queue.enqueue(replace(entry("c"), num_tokens_needed=16), max_length=9)
+        assert ids(await queue.dispatch([report(blocks=5)])) == ["a", "b"]
+        assert ids(await queue.dispatch([report(seq=2, blocks=6)])) == ["c"]
+        await finish(queue, *"abc")
+
+    async def test_a_finished_claim_gives_its_credit_back(self, queue: Queue) -> None:
+        await enqueue(queue, "a", "b", blocks=60)
+        assert ids(await queue.dispatch([report()])) == ["a"]
+        await finish(queue, "a")
+        assert ids(await queue.dispatch()) == ["b"]
+        await finish(queue, "b")
+
+    @pytest.mark.parametrize(("epoch", "seq"), [(5, 4), (4, 9), (4, 2**63)])
+    async def test_a_stale_report_changes_no_numbers(self, queue: Queue, epoch: int, seq: int) -> None:
+        await queue.dispatch([report(epoch=5, seq=5, slots=0)])
+        await enqueue(queue, "a")
+        assert await queue.dispatch([report(epoch=epoch, seq=seq, slots=4)]) == []
+        assert ids(await queue.dispatch([report(epoch=5, seq=6, slots=4)])) == ["a"]
+        await finish(queue, "a")
+
+    async def test_epochs_of_64_bits_are_told_apart(self, queue: Queue) -> None:
+        new, old = 2**63 + 1, 2**63
+        await queue.dispatch([report(epoch=new, seq=1, slots=0)])
+        await enqueue(queue, "a")
+        assert await queue.dispatch([report(epoch=old, seq=2)]) == []
+        claims = await queue.dispatch([report(epoch=new, seq=2)])
+        assert [claim.worker_epoch for claim in claims] == [new]
+        await finish(queue, "a")
+
+    async def test_a_late_report_still_accounts_for_its_claims(self, queue: Queue) -> None:
+        """Two sessions of one worker: the numbers of both are the same, the accounted claims are each its own."""
+        await enqueue(queue, "a", "b")
+        claims = await queue.dispatch([report(slots=2)])
+        await enqueue(queue, "c")
+        assert await queue.dispatch([report(seq=3, slots=1, accounted=claims[:1])]) == []
+        assert ids(await queue.dispatch([report(seq=2, slots=4, accounted=claims[1:])])) == ["c"]
+        await finish(queue, "a", "b", "c")
+
+    async def test_an_accounted_earlier_attempt_does_not_free_the_present_claim(self, queue: Queue) -> None:
+        await enqueue(queue, "a", "b")
+        first = await queue.dispatch([report(slots=1)])
+        assert await queue.requeue("a", attempt=1, place=Place.SAME, num_input_tokens=1)
+        assert ids(await queue.dispatch([report(seq=2, slots=1)])) == ["a"]
+        assert await queue.dispatch([report(seq=3, slots=1, accounted=first)]) == []
+        await finish(queue, "a", "b")
+
+    async def test_a_restarted_worker_starts_without_claims(self, queue: Queue) -> None:
+        await enqueue(queue, *"abcdefgh")
+        assert len(await queue.dispatch([report(epoch=1, seq=7)])) == 4
+        claims = await queue.dispatch([report(epoch=2, seq=1)])
+        assert ids(claims) == ["e", "f", "g", "h"]
+        assert {claim.worker_epoch for claim in claims} == {2}
+        await finish(queue, *"abcdefgh")
+
+    async def test_a_forgotten_worker_has_no_credit_until_it_reports_again(self, queue: Queue) -> None:
+        await queue.dispatch([report(epoch=2, seq=3)])
+        await queue.forget_worker("w1", epoch=1)
+        await enqueue(queue, "a", "b")
+        assert len(await queue.dispatch()) == 2
+        await queue.forget_worker("w1", epoch=2)
+        await enqueue(queue, "c")
+        assert await queue.dispatch() == []
+        assert await queue.dispatch([report(epoch=2, seq=2)]) == []
+        assert ids(await queue.dispatch([report(epoch=2, seq=3)])) == ["c"]
+        await finish(queue, *"abc")
+
+
+class TestPlacement:
+    async def test_the_worker_with_the_larger_free_share_takes_it(self, queue: Queue) -> None:
+        await enqueue(queue, *"abcd")
+        workers = [report("w1", slots=4, max_num_seqs=8), report("w2", slots=2, max_num_seqs=2)]
+        claims = await queue.dispatch(workers)
+        assert [claim.worker_id for claim in claims] == ["w2", "w1", "w2", "w1"]
+        await finish(queue, *"abcd")
+
+    async def test_equal_shares_go_by_blocks_then_by_id(self, queue: Queue) -> None:
+        await enqueue(queue, *"ab")
+        claims = await queue.dispatch([report("w3", blocks=50), report("w2", blocks=60), report("w1", blocks=50)])
+        assert [claim.worker_id for claim in claims] == ["w2", "w1"]
+        await finish(queue, *"ab")
+
+    async def test_only_workers_that_can_hold_it_are_considered(self, queue: Queue) -> None:
+        await enqueue(queue, "big", blocks=50)
+        claims = await queue.dispatch([report("w1", slots=4, blocks=40), report("w2", slots=1, blocks=50)])
+        assert [claim.worker_id for claim in claims] == ["w2"]
+        await finish(queue, "big")
+
+    async def test_a_model_without_workers_blocks_no_other(self, queue: Queue) -> None:
+        await enqueue(queue, "x", model="absent", band=Band.HIGH)
+        await enqueue(queue, "y", model="m")
+        await enqueue(queue, "z", model="other")
+        claims = await queue.dispatch([report("w1", model="m"), report("w2", model="other")])
+        assert {claim.request_id: claim.worker_id for claim in claims} == {"y": "w1", "z": "w2"}
+        await finish(queue, *"xyz")
+
+    async def test_a_worker_that_changed_its_model_serves_the_new_one(self, queue: Queue) -> None:
+        await queue.dispatch([report(epoch=1, model="m")])
+        await enqueue(queue, "old", model="m")
+        await finish(queue, "old")
+        await queue.dispatch([report(epoch=2, model="n")])
+        await enqueue(queue, "a", model="m")
+        await enqueue(queue, "b", model="n")
+        assert ids(await queue.dispatch()) == ["b"]
+        await finish(queue, "a", "b")
+
+
+class TestHeadThatDoesNotFit:
+    async def test_it_is_overtaken_a_bounded_number_of_times_then_a_worker_is_kept_free(self, queue: Queue) -> None:
+        await enqueue(queue, "big", blocks=80)
+        await enqueue(queue, *"abcdef")
+        claims = await queue.dispatch([report(slots=8, blocks=50, max_num_seqs=8)])
+        assert ids(claims) == ["a", "b", "c"]
+        await finish(queue, *"abc")
+        assert await queue.dispatch([report(seq=2, slots=8, blocks=60, max_num_seqs=8)]) == []
+        assert ids(await queue.dispatch([report(seq=3, slots=8, blocks=85, max_num_seqs=8)])) == ["big", "d", "e", "f"]
+        await finish(queue, "big", *"def")
+
+    async def test_lower_bands_overtake_it_no_more_often(self, queue: Queue) -> None:
+        await enqueue(queue, "big", blocks=80, band=Band.HIGH)
+        await enqueue(queue, *"abcdef", band=Band.LOW)
+        assert ids(await queue.dispatch([report(slots=8, blocks=50, max_num_seqs=8)])) == ["a", "b", "c"]
+        await finish(queue, "big", *"abcdef")
+
+    async def test_the_other_workers_go_on(self, queue: Queue) -> None:
+        await enqueue(queue, "big", blocks=80)
+        await enqueue(queue, *"abcdef")
+        workers = [
+            report("w1", slots=8, blocks=50, max_num_seqs=8),
+            report("w2", slots=8, blocks=70, max_num_seqs=8),
+        ]
+        claims = await queue.dispatch(workers)
+        assert ids(claims) == [*"abcdef"]
+        assert {claim.worker_id for claim in claims[3:]} == {"w1"}, "w2 is nearest to holding it, and is kept free"
+        await finish(queue, "big", *"abcdef")
+
+    async def test_what_no_worker_can_ever_hold_stops_nobody(self, queue: Queue) -> None:
+        await enqueue(queue, "huge", blocks=101)
+        await enqueue(queue, *"abcdefgh")
+        assert len(await queue.dispatch([report(slots=8, max_num_seqs=8)])) == 8
+        await finish(queue, "huge", *"abcdefgh")
+
+    async def test_a_full_worker_is_not_an_overtaking(self, queue: Queue) -> None:
+        await enqueue(queue, *"abc")
+        assert await queue.dispatch([report(slots=0)]) == []
+        assert ids(await queue.dispatch([report(seq=2, slots=3)])) == ["a", "b", "c"]
+        await finish(queue, *"abc")
+
+
+class TestLife:
+    async def test_a_live_id_is_refused_and_keeps_its_place(self, queue: Queue) -> None:
+        await enqueue(queue, "a", "b")
+        with pytest.raises(DuplicateRequestError):
+            await queue.enqueue(entry("a", band=Band.HIGH), max_length=9)
+        claims = await queue.dispatch([report()])
+        assert ids(claims) == ["a", "b"]
+        with pytest.raises(DuplicateRequestError):
+            await queue.enqueue(entry("a"), max_length=9)
+        await finish(queue, "a", "b")
+        await enqueue(queue, "a")
+        await finish(queue, "a")
+
+    async def test_a_full_band_refuses_and_the_others_do_not(self, queue: Queue) -> None:
+        await queue.enqueue(entry("a", model="m"), max_length=2)
+        await queue.enqueue(entry("b", model="n"), max_length=2)
+        with pytest.raises(LimitExceededError) as caught:
+            await queue.enqueue(entry("c"), max_length=2)
+        assert caught.value.reason is Reason.QUEUE_FULL
+        assert await queue.owner_of("c") is None
+        await queue.enqueue(entry("c", band=Band.LOW), max_length=2)
+        await finish(queue, "a", "b", "c")
+
+    async def test_a_claim_makes_room_in_its_band(self, queue: Queue) -> None:
+        await queue.enqueue(entry("a"), max_length=1)
+        await queue.dispatch([report()])
+        await queue.enqueue(entry("b"), max_length=1)
+        await finish(queue, "a", "b")
+
+    async def test_finish_is_idempotent_in_every_state(self, queue: Queue) -> None:
+        assert not await queue.finish("never")
+        await enqueue(queue, "waiting", "claimed", "accounted")
+        await enqueue(queue, "left", band=Band.LOW)
+        claims = await queue.dispatch([report(slots=3)])
+        await queue.dispatch([report(seq=2, slots=0, accounted=claims[2:])])
+        for request_id in ("waiting", "claimed", "accounted", "left"):
+            assert await queue.finish(request_id)
+            assert not await queue.finish(request_id)
+
+    async def test_only_the_owner_finishes(self, make_queue: MakeQueue) -> None:
+        g1, g2 = make_queue("g1"), make_queue("g2")
+        await enqueue(g1, "a")
+        assert not await g2.finish("a")
+        assert await g1.owner_of("a") == "g1"
+        await finish(g1, "a")
+        assert await g1.owner_of("a") is None
+
+    async def test_requeue_of_anything_but_the_present_attempt_changes_nothing(self, queue: Queue) -> None:
+        assert not await queue.requeue("never", attempt=1, place=Place.FIRST, num_input_tokens=1)
+        await enqueue(queue, "a", "b")
+        assert not await queue.requeue("a", attempt=0, place=Place.FIRST, num_input_tokens=1)
+        await queue.dispatch([report(slots=1)])
+        assert not await queue.requeue("a", attempt=2, place=Place.FIRST, num_input_tokens=1)
+        assert await queue.requeue("a", attempt=1, place=Place.SAME, num_input_tokens=1)
+        assert not await queue.requeue("a", attempt=1, place=Place.FIRST, num_input_tokens=1)
+        assert ids(await queue.dispatch([report(seq=2, slots=1)])) == ["a"]
+        assert not await queue.requeue("a", attempt=1, place=Place.SAME, num_input_tokens=1)
+        await finish(queue, "a", "b")
+
+    async def test_depths_count_the_waiting_and_time_the_head(self, queue: Queue) -> None:
+        assert [(d.band, d.num_waiting, d.oldest_wait_s) for d in await queue.depths()] == [(b, 0, 0.0) for b in Band]
+        await enqueue(queue, "a", "b", band=Band.HIGH)
+        await enqueue(queue, "c", model="n", band=Band.HIGH)
+        await enqueue(queue, "d", band=Band.LOW)
+        high, normal, low = await queue.depths()
+        assert (high.num_waiting, normal.num_waiting, low.num_waiting) == (3, 0, 1)
+        assert high.oldest_wait_s > low.oldest_wait_s > 0
+        await queue.dispatch([report()])
+        assert [depth.num_waiting for depth in await queue.depths()] == [1, 0, 0]
+        await finish(queue, *"abcd")
+
+
+class TestInbox:
+    async def test_claims_of_another_gateway_reach_its_inbox_once(self, make_queue: MakeQueue) -> None:
+        g1, g2 = make_queue("g1"), make_queue("g2")
+        await enqueue(g2, "theirs", "too", owner="g2")
+        await enqueue(g1, "mine", owner="g1")
+        claims = await g1.dispatch([report()])
+        assert [(claim.request_id, claim.owner) for claim in claims] == [
+            ("theirs", "g2"),
+            ("too", "g2"),
+            ("mine", "g1"),
+        ]
+        expected = [InboxMessage("claim", claim.request_id, claim) for claim in claims[:2]]
+        assert await g2.read_inbox(timeout_s=10) == expected
+        assert await g2.read_inbox(timeout_s=0.02) == []
+        assert await g1.read_inbox(timeout_s=0.02) == []
+        await finish(g1, "mine")
+        await finish(g2, "theirs", "too")
+
+    async def test_a_cancel_goes_to_the_owner(self, make_queue: MakeQueue) -> None:
+        g1, g2 = make_queue("g1"), make_queue("g2")
+        await enqueue(g1, "a")
+        assert await g2.send_cancel("a")
+        assert not await g2.send_cancel("never")
+        assert await g1.read_inbox(timeout_s=10) == [InboxMessage("cancel", "a")]
+        await finish(g1, "a")
+        assert not await g2.send_cancel("a")
+
+    async def test_a_waiting_reader_is_woken(self, make_queue: MakeQueue) -> None:
+        g1, g2 = make_queue("g1"), make_queue("g2")
+        await enqueue(g1, "a")
+        reading = asyncio.create_task(g1.read_inbox(timeout_s=10))
+        await asyncio.sleep(0)
+        await g2.send_cancel("a")
+        assert await reading == [InboxMessage("cancel", "a")]
+        await finish(g1, "a")
+
+    async def test_nothing_is_lost_or_doubled_when_the_reader_is_cancelled(self, make_queue: MakeQueue) -> None:
+        g1, g2 = make_queue("g1"), make_queue("g2")
+        sent = [f"r{i}" for i in range(60)]
+        await enqueue(g1, *sent)
+        received: list[str] = []
+
+        async def read_for_a_moment(moment_s: float) -> None:
+            try:
+                async with asyncio.timeout(moment_s):
+                    received.extend(message.request_id for message in await g1.read_inbox(timeout_s=10))
+            except TimeoutError:
+                pass
+
+        for i, request_id in enumerate(sent):
+            await g2.send_cancel(request_id)
+            await read_for_a_moment(0.0003 * (i % 5))
+        while len(received) < len(sent):
+            received.extend(message.request_id for message in await g1.read_inbox(timeout_s=10))
+        assert received == sent
+        await finish(g1, *sent)
+
+
+class TestWorkers:
+    async def test_announced_until_the_announcement_expires(self, queue: Queue) -> None:
+        one = WorkerRecord("w1", 2**63 + 1, "host:1", "m", draining=False)
+        two = WorkerRecord("w2", 1, "host:2", "n", draining=True)
+        await queue.announce(two, ttl_s=60)
+        await queue.announce(one, ttl_s=60)
+        assert await queue.workers() == [one, two]
+        await queue.announce(replace(one, draining=True), ttl_s=0.001)
+
+        async def is_gone() -> bool:
+            return await queue.workers() == [two]
+
+        await eventually(is_gone)
+
+    async def test_an_older_epoch_is_ignored_while_the_newer_is_known(self, queue: Queue) -> None:
+        new = WorkerRecord("w1", 2**63 + 1, "host:2", "m", draining=False)
+        old = WorkerRecord("w1", 2**63, "host:1", "m", draining=False)
+        await queue.announce(new, ttl_s=60)
+        await queue.announce(old, ttl_s=60)
+        assert await queue.workers() == [new]
+
+
+class TestReaping:
+    async def test_a_dead_gateways_requests_claims_and_inbox_are_reaped(self, make_queue: MakeQueue) -> None:
+        g1, g2 = make_queue("g1"), make_queue("g2")
+        await g1.heartbeat(ttl_s=60)
+        await enqueue(g1, "claimed", "waiting")
+        await g2.dispatch([report(slots=1)])
+        await g1.heartbeat(ttl_s=0.001)  # its last words
+
+        async def is_reaped() -> bool:
+            await g2.heartbeat(ttl_s=60)
+            return await g2.owner_of("claimed") is None and await g2.owner_of("waiting") is None
+
+        await eventually(is_reaped)
+        await enqueue(g2, "a", owner="g2")
+        assert ids(await g2.dispatch()) == ["a"], "the slot of the dead gateway's claim is free again"
+        assert sorted(await g1.heartbeat(ttl_s=60)) == ["claimed", "waiting"], "it lived on, and is told what it lost"
+        await finish(g2, "a")
+
+    async def test_a_dead_gateways_request_is_not_claimed(self, make_queue: MakeQueue) -> None:
+        g1, g2 = make_queue("g1"), make_queue("g2")
+        await enqueue(g1, "a")
+        await g1.heartbeat(ttl_s=0.001)
+
+        async def is_dead() -> bool:
+            return not await g2.send_cancel("a")
+
+        await eventually(is_dead)
+        await enqueue(g2, "b", owner="g2")
+        assert ids(await g2.dispatch([report()])) == ["b"]
+        assert await g2.owner_of("a") is None
+        await finish(g2, "b")
+
+    async def test_a_claim_that_nobody_accounts_for_is_undone_after_its_lease(self, make_queue: MakeQueue) -> None:
+        queue = make_queue("g1", replace(SETTINGS, claim_lease_s=0.001))
+        await enqueue(queue, "a", "b")
+        await queue.dispatch([report(slots=1)])
+
+        async def claim_again() -> list[Claim]:
+            assert await queue.heartbeat(ttl_s=60) == []
+            return await queue.dispatch()
+
+        (claim,) = await eventually(claim_again)
+        assert claim.request_id == "a"
+        assert claim.attempt > 1
+        await finish(queue, "a", "b")
+
+    async def test_an_accounted_claim_outlives_its_lease(self, make_queue: MakeQueue) -> None:
+        queue = make_queue("g1", replace(SETTINGS, claim_lease_s=0.05))
+        await enqueue(queue, "a", "b")
+        claims = await queue.dispatch([report(slots=2)])
+        await queue.dispatch([report(seq=2, slots=0, accounted=claims[:1])])
+
+        async def waiting() -> int:
+            await queue.heartbeat(ttl_s=60)
+            return (await queue.depths())[1].num_waiting
+
+        assert await eventually(waiting) == 1
+        assert ids(await queue.dispatch([report(seq=3, slots=2)])) == ["b"]
+        assert await queue.requeue("a", attempt=1, place=Place.FIRST, num_input_tokens=1), "still the present claim"
+        await finish(queue, "a", "b")
+
+    async def test_a_silent_workers_credit_goes(self, make_queue: MakeQueue) -> None:
+        queue = make_queue("g1", replace(SETTINGS, report_ttl_s=0.02))
+        await queue.dispatch([report(slots=400, max_num_seqs=400)])
+        sent: list[str] = []
+
+        async def is_refused() -> bool:
+            sent.append(f"r{len(sent)}")
+            await enqueue(queue, sent[-1])
+            return await queue.dispatch() == []
+
+        await eventually(is_refused)
+        assert ids(await queue.dispatch([report(slots=400, max_num_seqs=400)])) == [sent[-1]], "the same numbers, alive"
+        await finish(queue, *sent)
+
+    async def test_a_heartbeat_knows_every_live_request(self, queue: Queue) -> None:
+        await enqueue(queue, "a", "b", "c")
+        await queue.dispatch([report(slots=1)])
+        assert await queue.heartbeat(ttl_s=60) == []
+        await finish(queue, "a", "b", "c")
+        assert await queue.heartbeat(ttl_s=60) == []

@@ -1,0 +1,3 @@
+"""The real Redis of the store's tests."""
+
+from tests.support.redis import *  # noqa: F403
