@@ -25,7 +25,7 @@ MAX_EXTRA_CHARS = 1_000_000
 """Characters that a template may add to twice the conversation's own."""
 
 _MAX_MESSAGE_CHARS = 300
-_MAX_POWER = 64
+_MAX_BITS = 4096
 _TICK = "__tidegate_tick"
 _CONCAT = "__tidegate_concat"
 
@@ -128,23 +128,23 @@ class _Budget:
 
 
 class _Environment(ImmutableSandboxedEnvironment):
-    """The sandbox, with the operators bounded that make much out of little."""
+    """The sandbox, with the operators bounded that a loop can make grow without end."""
 
-    intercepted_binops = frozenset({"+", "*", "**", "%"})
+    intercepted_binops = frozenset({"+", "*", "**"})
     max_operand_chars = 64 * MAX_EXTRA_CHARS
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
-        sized = [len(side) for side in (left, right) if isinstance(side, str | list | tuple)]
-        if operator == "+" and sum(sized) > self.max_operand_chars:
+        """Apply an intercepted operator within bounds."""
+        size = sum(len(side) for side in (left, right) if isinstance(side, str | list | tuple))
+        numbers = [side for side in (left, right) if isinstance(side, int)]
+        if operator == "+" and size > self.max_operand_chars:
             raise _OutOfBoundsError(f"a value of more than {self.max_operand_chars} characters or items")
-        if operator == "*" and sized:
-            factor = left if isinstance(left, int) else right
-            if isinstance(factor, int) and sized[0] * factor > MAX_EXTRA_CHARS:
-                raise _OutOfBoundsError(f"a repetition of more than {MAX_EXTRA_CHARS} characters or items")
-        if operator == "**" and isinstance(right, int | float) and abs(right) > _MAX_POWER:
-            raise _OutOfBoundsError(f"a power above {_MAX_POWER}")
-        if operator == "%" and isinstance(left, str):
-            raise _OutOfBoundsError("formatting with %, which is not supported; use ~")
+        if operator == "*" and size and numbers and size * numbers[0] > MAX_EXTRA_CHARS:
+            raise _OutOfBoundsError(f"a repetition of more than {MAX_EXTRA_CHARS} characters or items")
+        if operator != "+" and len(numbers) == 2:
+            num_bits = left.bit_length() * (abs(right) if operator == "**" else 1)
+            if max(num_bits, right.bit_length()) > _MAX_BITS:
+                raise _OutOfBoundsError(f"a number of more than {_MAX_BITS} bits")
         return super().call_binop(context, operator, left, right)
 
 
