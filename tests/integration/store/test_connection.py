@@ -1,0 +1,202 @@
+"""The queue over a Redis that stalls, restarts or is not there, and under callers that are cancelled."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import signal
+from collections.abc import AsyncIterator, Callable, Coroutine
+from pathlib import Path
+from typing import Any
+
+import pytest
+import pytest_asyncio
+import redis
+
+from common.errors import UnavailableError
+from common.local_redis import LocalRedis
+from common.types import Reason
+from gateway.queueing.queue import InboxMessage, Place, WorkerRecord
+from gateway.store.redis_queue import QueueSettings, RedisQueue
+from tests.support.queueing import entry, eventually, ids, report
+from tests.support.redis import request_keys
+
+
+@pytest_asyncio.fixture
+async def queue(redis_url: str, pool: str) -> AsyncIterator[RedisQueue]:
+    made = RedisQueue(redis_url, pool=pool, gateway_id="g1", settings=QueueSettings(max_connections=2))
+    yield made
+    await made.close()
+
+
+class TestCancelledCalls:
+    async def test_a_call_cancelled_before_its_reply_leaves_the_reply_to_nobody(
+        self, queue: RedisQueue, redis_client: redis.Redis
+    ) -> None:
+        names = [f"r{i}" for i in range(4)]
+        for name in names:
+            await queue.enqueue(entry(name, owner=f"owner-of-{name}"), max_length=99)
+        redis_client.client_pause(100)  # ms; replies of what is sent now come only afterwards
+        doomed = [asyncio.create_task(queue.owner_of(name)) for name in names]
+        await asyncio.sleep(0.02)
+        assert not any(task.done() for task in doomed)
+        for task in doomed:
+            task.cancel()
+        assert await asyncio.gather(*(queue.owner_of(name) for name in reversed(names))) == [
+            f"owner-of-{name}" for name in reversed(names)
+        ]
+        redis_client.delete(*request_keys(redis_client, queue._keys.pool))
+
+    async def test_cancelling_at_random_moments_mixes_no_replies_and_leaves_no_request(
+        self, queue: RedisQueue, redis_client: redis.Redis, pool: str
+    ) -> None:
+        dice = random.Random(7)
+        for name in ("x", "y"):
+            await queue.enqueue(entry(name, owner=f"owner-of-{name}"), max_length=9999)
+
+        async def cancelled(call: Coroutine[Any, Any, object]) -> None:
+            task = asyncio.create_task(call)
+            for _ in range(dice.randrange(12)):
+                await asyncio.sleep(0)
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+
+        for i in range(300):
+            name = dice.choice(("x", "y"))
+            await asyncio.gather(
+                cancelled(queue.enqueue(entry(f"r{i}"), max_length=9999)),
+                cancelled(queue.owner_of(dice.choice(("x", "y")))),
+            )
+            assert await queue.owner_of(name) == f"owner-of-{name}"
+            if await queue.owner_of(f"r{i}") is not None and f"r{i}" in queue._live:
+                await queue.finish(f"r{i}")
+
+        async def only_two_are_left() -> bool:
+            return (await queue.depths())[1].num_waiting == 2
+
+        await eventually(only_two_are_left)
+        redis_client.delete(*request_keys(redis_client, pool))
+
+    async def test_a_cancelled_enqueue_is_withdrawn_and_its_id_is_free(
+        self, queue: RedisQueue, redis_client: redis.Redis
+    ) -> None:
+        redis_client.client_pause(50)
+        task = asyncio.create_task(queue.enqueue(entry("a"), max_length=9))
+        await asyncio.sleep(0.01)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+        async def is_gone() -> bool:
+            return await queue.owner_of("a") is None and not queue._calls._tasks - {asyncio.current_task()}
+
+        await eventually(is_gone)
+        await queue.enqueue(entry("a"), max_length=9)
+        assert await queue.owner_of("a") == "g1"
+        assert await queue.finish("a")
+
+
+class TestRestart:
+    async def test_an_emptied_script_cache_is_not_noticed(self, queue: RedisQueue, redis_client: redis.Redis) -> None:
+        await queue.enqueue(entry("a"), max_length=9)
+        redis_client.script_flush()
+        assert ids(await queue.dispatch([report()])) == ["a"]
+        assert await queue.finish("a")
+
+    async def test_after_a_restart_the_queue_serves_again_and_tells_what_it_lost(self, tmp_path: Path) -> None:
+        server = LocalRedis(tmp_path)
+        server.start()
+        queue = RedisQueue(server.url, pool="p", gateway_id="g1", settings=QueueSettings(timeout_s=2))
+        try:
+            await queue.enqueue(entry("lost"), max_length=9)
+            await queue.send_cancel("lost")
+            assert await queue.read_inbox(timeout_s=10) == [InboxMessage("cancel", "lost")]
+            server.stop()
+            with pytest.raises(UnavailableError) as caught:
+                await queue.dispatch([report()])
+            assert caught.value.reason is Reason.STORE_UNAVAILABLE
+            with pytest.raises(UnavailableError):
+                await queue.read_inbox(timeout_s=10)
+            server.start()
+            assert await queue.heartbeat(ttl_s=60) == ["lost"]
+            await queue.finish("lost")
+            assert await queue.heartbeat(ttl_s=60) == []
+            await queue.enqueue(entry("b"), max_length=9)
+            assert ids(await queue.dispatch([report()])) == ["b"]
+            await queue.send_cancel("b")
+            assert await queue.read_inbox(timeout_s=10) == [InboxMessage("cancel", "b")]
+            await queue.finish("b")
+        finally:
+            await queue.close()
+            server.stop()
+
+
+class TestStall:
+    async def test_a_silent_server_is_unavailable_and_its_late_effects_are_undone(self, tmp_path: Path) -> None:
+        with LocalRedis(tmp_path) as server:
+            assert server.pid is not None
+            queue = RedisQueue(server.url, pool="p", gateway_id="g1", settings=QueueSettings(timeout_s=0.1))
+            await queue.enqueue(entry("served"), max_length=9)
+            os.kill(server.pid, signal.SIGSTOP)
+            with pytest.raises(UnavailableError):
+                await queue.enqueue(entry("doubtful"), max_length=9)
+            with pytest.raises(UnavailableError):
+                await queue.finish("served")
+            os.kill(server.pid, signal.SIGCONT)
+
+            async def answers() -> bool:
+                try:
+                    return (await queue.depths())[1].num_waiting >= 0
+                except UnavailableError:
+                    return False
+
+            await eventually(answers)
+            assert await queue.heartbeat(ttl_s=60) == []
+            with redis.Redis.from_url(server.url, decode_responses=True) as client:
+                assert request_keys(client, "p") == []
+            await queue.close()
+
+
+CALLS: dict[str, Callable[[RedisQueue], Coroutine[Any, Any, object]]] = {
+    "enqueue": lambda queue: queue.enqueue(entry("a"), max_length=1),
+    "dispatch": lambda queue: queue.dispatch(),
+    "requeue": lambda queue: queue.requeue("a", attempt=1, place=Place.SAME, num_input_tokens=1),
+    "finish": lambda queue: queue.finish("a"),
+    "owner_of": lambda queue: queue.owner_of("a"),
+    "send_cancel": lambda queue: queue.send_cancel("a"),
+    "read_inbox": lambda queue: queue.read_inbox(timeout_s=5),
+    "announce": lambda queue: queue.announce(WorkerRecord("w", 1, "h:1", "m", draining=False), ttl_s=1),
+    "workers": lambda queue: queue.workers(),
+    "forget_worker": lambda queue: queue.forget_worker("w", epoch=1),
+    "heartbeat": lambda queue: queue.heartbeat(ttl_s=1),
+    "depths": lambda queue: queue.depths(),
+    "close": lambda queue: queue.close(),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+async def test_without_a_server_every_method_says_unavailable(tmp_path: Path, name: str) -> None:
+    queue = RedisQueue(f"unix://{tmp_path}/none.sock", pool="p", gateway_id="g1")
+    with pytest.raises(UnavailableError) as caught:
+        await CALLS[name](queue)
+    assert caught.value.reason is Reason.STORE_UNAVAILABLE
+    assert caught.value.retry_after_s is not None
+    assert str(tmp_path) not in caught.value.message
+
+
+async def test_a_thousand_calls_at_once_share_a_few_connections(
+    queue: RedisQueue, redis_client: redis.Redis, pool: str
+) -> None:
+    before = redis_client.info("clients")["connected_clients"]
+    names = [f"r{i}" for i in range(1000)]
+    await asyncio.gather(*(queue.enqueue(entry(name), max_length=2000) for name in names))
+    assert redis_client.info("clients")["connected_clients"] - before <= 2
+    assert (await queue.depths())[1].num_waiting == 1000
+    assert all(await asyncio.gather(*(queue.finish(name) for name in names)))
+
+
+@pytest.mark.parametrize("pool_name", ["", "a b", "a}b", "a{b", "x" * 65])
+def test_a_pool_name_that_could_break_the_hash_tag_is_refused(pool_name: str) -> None:
+    with pytest.raises(ValueError, match="allowed are"):
+        RedisQueue("redis://localhost", pool=pool_name, gateway_id="g1")
