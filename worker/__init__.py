@@ -1,0 +1,1 @@
+"""The worker: runs one model, continuously batched over a paged KV cache, for any number of gateways."""

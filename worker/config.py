@@ -35,7 +35,9 @@ class WorkerSettings(Settings):
     kv_cache_mib: int = Field(
         1024, ge=1, description="MiB of KV cache, taken at start; it bounds how many tokens all requests hold together"
     )
-    block_size: int = Field(16, ge=1, le=1024, description="tokens per KV block; larger shares fewer prefix tokens")
+    block_size: int = Field(
+        16, ge=8, le=64, multiple_of=8, description="tokens per KV block; larger shares fewer prefix tokens"
+    )
     max_num_seqs: int = Field(
         64, ge=1, le=4096, description="requests in a step at most; more raise throughput and the time per token"
     )
@@ -48,6 +50,10 @@ class WorkerSettings(Settings):
     prefix_cache: bool = Field(True, description="keep finished requests' blocks for later prompts that start alike")
     threads: int = Field(
         default_factory=_default_threads, ge=1, description="compute threads; more than cores makes steps slower"
+    )
+    kernels: str = Field("cpu", description="backend that computes: cpu, or reference (plain torch, slow)")
+    max_loop_age_s: float = Field(
+        30.0, gt=0, description="seconds a step may take; then health says NOT_SERVING until it ends"
     )
     gateways: str = Field("", description="host:port of every gateway, comma-separated, to announce this worker to")
     advertise: str = Field(

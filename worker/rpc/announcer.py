@@ -11,6 +11,7 @@ import grpc
 import structlog
 
 from protos.inference.v1 import fleet_pb2, fleet_pb2_grpc
+from worker.rpc.identity import Identity
 
 _log = structlog.get_logger(__name__)
 
@@ -25,16 +26,21 @@ class Announcer:
     def __init__(
         self,
         gateways: Sequence[str],
-        announcement: fleet_pb2.AnnounceRequest,
+        identity: Identity,
+        *,
+        address: str,
+        model: str,
         fleet_key: str,
         random: Random,
     ) -> None:
-        """`announcement.address` without host (`:port`): each gateway is told the address this host reaches it from.
+        """`address` is where gateways dial this worker; without a host (`:port`), each is told the host it sees.
 
         `random` spreads the tries of workers that all wait for the same gateway.
         """
         self._gateways = gateways
-        self._announcement = announcement
+        self._announcement = fleet_pb2.AnnounceRequest(
+            worker_id=identity.worker_id, epoch=identity.epoch, address=address, model=model
+        )
         self._metadata = (("authorization", f"Bearer {fleet_key}"),) if fleet_key else ()
         self._random = random
 

@@ -13,21 +13,16 @@ import structlog
 from common.errors import InvalidRequestError, UnavailableError
 from common.types import ModelDescription, Reason
 from protos.inference.v1 import worker_pb2, worker_pb2_grpc
+from worker.engine.events import StepOutput
 from worker.rpc import codec
 from worker.rpc.fleet_key import FleetKey
+from worker.rpc.identity import Identity
 from worker.rpc.session import EngineLoop, GatewaySession
 
 _log = structlog.get_logger(__name__)
 
 SERVICE_NAME = worker_pb2.DESCRIPTOR.services_by_name["Worker"].full_name
-
-
-@dataclass(frozen=True, slots=True)
-class Identity:
-    """Which worker this is, and which of its lives."""
-
-    worker_id: str
-    epoch: int
+register = worker_pb2_grpc.add_WorkerServicer_to_server
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +34,7 @@ class Serving:
 
 
 class WorkerService(worker_pb2_grpc.WorkerServicer):
-    """Refuses everything until `serve` is called, and new sessions after `drain`."""
+    """Refuses everything until `serve` is called or after `fail`, and new sessions after `drain`."""
 
     def __init__(
         self, identity: Identity, fleet_key: FleetKey, on_sessions: Callable[[int], None] = lambda count: None
@@ -58,6 +53,19 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
     def serve(self, serving: Serving) -> None:
         """The model is loaded: takes sessions from here on."""
         self._serving = serving
+
+    def on_step(self, output: StepOutput) -> None:
+        """Gives each session its news of one engine step; sessions that have ended meanwhile get none."""
+        for session_id, news in output.sessions.items():
+            session = self._sessions.get(session_id)
+            if session is not None:
+                session.on_output(news)
+
+    def fail(self) -> None:
+        """The engine is dead: ends every session as lost, and takes no new one."""
+        self._serving = None
+        for session in self._sessions.values():
+            session.fail()
 
     async def drain(self) -> None:
         """Takes no new session or request, and returns when every session has said goodbye."""
@@ -97,14 +105,16 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
             await context.write(worker_pb2.SessionEvent(opened=opened))
             if self._is_draining:  # begun while the open was on its way
                 session.drain()
-            await _until_one_ends(session.read(commands), session.write(context.write))
+            await _until_one_ends(session.read(commands), session.write(context.write), session.failure())
         finally:
             session.close()
             self._remove(session)
 
     def _loaded(self) -> Serving:
         if self._serving is None:
-            raise UnavailableError("the worker is loading its model", reason=Reason.NO_WORKERS)
+            raise UnavailableError(
+                "the worker is loading its model, or its engine has broken", reason=Reason.NO_WORKERS
+            )
         return self._serving
 
     def _add(self, session: GatewaySession) -> None:

@@ -1,4 +1,4 @@
-"""One gateway's session: commands go to the engine, the engine's news to the outbox, its end aborts its requests."""
+"""One gateway's session: commands go to the engine, the engine's news to the mailbox, its end aborts its requests."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from typing import Protocol
 
 import structlog
 
-from common.errors import InvalidRequestError
+from common.errors import InvalidRequestError, UnavailableError
 from common.types import Band, ModelLimits, Reason, SamplingParams
 from protos.inference.v1 import types_pb2, worker_pb2
 from worker.engine.events import RequestRejected, SessionOutput
 from worker.rpc import codec
-from worker.rpc.outbox import Outbox
+from worker.rpc.mailbox import Mailbox
 
 _log = structlog.get_logger(__name__)
 
@@ -22,15 +22,15 @@ HEARTBEAT_S = 0.5
 
 
 class EngineLoop(Protocol):
-    """The engine's thread as the event loop sees it: nothing here blocks, answers come as SessionOutput."""
+    """The engine's thread as the event loop sees it: nothing here blocks, answers come with a step's output."""
 
     @property
     def age_s(self) -> float:
         """Seconds since the loop last made progress or was idle."""
         ...
 
-    def open_session(self, session_id: int, on_output: Callable[[SessionOutput], None]) -> None:
-        """From now on `on_output` is called on the event loop with the session's news."""
+    def open_session(self, session_id: int) -> None:
+        """Makes a session known; it is told the block usage at once."""
         ...
 
     def submit(
@@ -52,8 +52,8 @@ class EngineLoop(Protocol):
         """Ends a request; nothing if it is not there."""
         ...
 
-    def close_session(self, session_id: int) -> None:
-        """Aborts the session's requests; `on_output` is not called again."""
+    def abort_session(self, session_id: int) -> None:
+        """Ends a session and all its requests, without further events."""
         ...
 
 
@@ -65,21 +65,37 @@ class GatewaySession:
         self.gateway_id = gateway_id
         self._engine = engine
         self._limits = limits
-        self._outbox = Outbox()
+        self._mailbox = Mailbox()
         self._live: set[tuple[str, int]] = set()  # submitted and not ended
         self._usage: worker_pb2.BlockUsage | None = None  # the latest, to be repeated in heartbeats
         self._is_draining = False
+        self._is_failed = asyncio.Event()
 
     def __repr__(self) -> str:
-        return f"GatewaySession({self.session_id}, gateway={self.gateway_id}, live={len(self._live)}, {self._outbox})"
+        return f"GatewaySession({self.session_id}, gateway={self.gateway_id}, live={len(self._live)}, {self._mailbox})"
 
     def open(self) -> None:
         """Makes the session known to the engine."""
-        self._engine.open_session(self.session_id, self._on_output)
+        self._engine.open_session(self.session_id)
 
     def close(self) -> None:
         """Aborts everything the session asked for."""
-        self._engine.close_session(self.session_id)
+        self._engine.abort_session(self.session_id)
+
+    def on_output(self, output: SessionOutput) -> None:
+        """Takes the news of one engine step."""
+        self._mailbox.put_outputs(codec.output_to_proto(each) for each in output.outputs)
+        self._live.difference_update((each.request_id, each.attempt) for each in output.outputs if each.finish_reason)
+        for rejected in output.rejected:
+            self._mailbox.put_rejected(codec.rejected_to_proto(rejected))
+            self._live.discard((rejected.request_id, rejected.attempt))
+        if output.usage is not None:
+            usage = codec.usage_to_proto(output.usage)
+            self._usage = worker_pb2.BlockUsage()
+            self._usage.CopyFrom(usage)
+            del self._usage.accounted[:]
+            self._mailbox.put_usage(usage)
+        self._say_goodbye_if_done()
 
     def drain(self) -> None:
         """Takes no new requests, and says goodbye when the accepted ones have ended."""
@@ -87,16 +103,25 @@ class GatewaySession:
             self._is_draining = True
             self._say_goodbye_if_done()
 
+    def fail(self) -> None:
+        """Makes `failure` raise: nothing more can come."""
+        self._is_failed.set()
+
+    async def failure(self) -> None:
+        """Waits for `fail`; raises UnavailableError then."""
+        await self._is_failed.wait()
+        raise UnavailableError("the worker's engine has broken", reason=Reason.WORKER_LOST)
+
     async def read(self, commands: AsyncIterator[worker_pb2.SessionCommand]) -> None:
         """Obeys until the gateway's end of the stream closes. Raises InvalidRequestError for what is no command."""
         async for command in commands:
             self._obey(command)
-            await self._outbox.room()
+            await self._mailbox.room()
 
     async def write(self, send: Callable[[worker_pb2.SessionEvent], Awaitable[None]]) -> None:
         """Sends news as they come and heartbeats while there are none; returns after a goodbye.
 
-        While `send` waits for a slow gateway, news merge in the outbox.
+        While `send` waits for a slow gateway, news merge in the mailbox.
         """
         while True:
             event = await self._next_event()
@@ -109,7 +134,7 @@ class GatewaySession:
     async def _next_event(self) -> worker_pb2.SessionEvent:
         try:
             async with asyncio.timeout(HEARTBEAT_S):
-                return await self._outbox.take()
+                return await self._mailbox.take()
         except TimeoutError:
             return worker_pb2.SessionEvent(step=worker_pb2.Step(usage=self._usage))
 
@@ -152,22 +177,8 @@ class GatewaySession:
 
     def _reject(self, message: worker_pb2.Submit, reason: Reason, text: str) -> None:
         rejected = RequestRejected(message.request_id, message.attempt, reason, text)
-        self._outbox.put_rejected(codec.rejected_to_proto(rejected))
-
-    def _on_output(self, output: SessionOutput) -> None:
-        self._outbox.put_outputs(codec.output_to_proto(each) for each in output.outputs)
-        self._live.difference_update((each.request_id, each.attempt) for each in output.outputs if each.finish_reason)
-        for rejected in output.rejected:
-            self._outbox.put_rejected(codec.rejected_to_proto(rejected))
-            self._live.discard((rejected.request_id, rejected.attempt))
-        if output.usage is not None:
-            usage = codec.usage_to_proto(output.usage)
-            self._usage = worker_pb2.BlockUsage()
-            self._usage.CopyFrom(usage)
-            del self._usage.accounted[:]
-            self._outbox.put_usage(usage)
-        self._say_goodbye_if_done()
+        self._mailbox.put_rejected(codec.rejected_to_proto(rejected))
 
     def _say_goodbye_if_done(self) -> None:
         if self._is_draining and not self._live:
-            self._outbox.put_goodbye(types_pb2.REASON_DRAINING)
+            self._mailbox.put_goodbye(types_pb2.REASON_DRAINING)

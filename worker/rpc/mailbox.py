@@ -15,7 +15,7 @@ MAX_REQUESTS = 1024
 """Requests with news kept for a gateway that submits without reading; its commands wait beyond that."""
 
 
-class Outbox:
+class Mailbox:
     """One writer takes, everything else puts; all on one event loop."""
 
     def __init__(self) -> None:
@@ -28,7 +28,7 @@ class Outbox:
         self._is_room.set()
 
     def __repr__(self) -> str:
-        return f"Outbox(outputs={len(self._outputs)}, rejections={len(self._rejections)}, goodbye={self._goodbye})"
+        return f"Mailbox(outputs={len(self._outputs)}, rejections={len(self._rejections)}, goodbye={self._goodbye})"
 
     def put_outputs(self, outputs: Iterable[worker_pb2.RequestOutput]) -> None:
         """Adds tokens; those of a request that still waits here are appended to it. Takes ownership."""
