@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
-from datetime import UTC, datetime
+from collections.abc import Callable, Mapping, Sequence
+from datetime import datetime
 from typing import Any, NoReturn
 
 import jinja2
@@ -14,7 +14,6 @@ from jinja2.parser import Parser
 from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from common.clock import Clock
 from common.errors import InvalidRequestError
 from common.types import Reason
 
@@ -49,7 +48,7 @@ class _OutOfBoundsError(jinja2.TemplateError):
 class ChatTemplate:
     """A compiled chat template. Rendering is pure: the same messages at the same date give the same text."""
 
-    def __init__(self, source: str, *, bos_token: str, eos_token: str, clock: Clock) -> None:
+    def __init__(self, source: str, *, bos_token: str, eos_token: str, now: Callable[[], datetime]) -> None:
         """A broken or empty `source` is reported by `render`: a model without a template still serves plain text."""
         self._variables: dict[str, Any] = {
             "bos_token": bos_token,
@@ -58,7 +57,7 @@ class ChatTemplate:
             # Templates ask `is not none` of these, so undefined would not do.
             "tools": None,
             "documents": None,
-            "strftime_now": lambda pattern: datetime.fromtimestamp(clock.time(), UTC).strftime(pattern),
+            "strftime_now": lambda pattern: now().strftime(pattern),
         }
         self._template: jinja2.Template | None = None
         self._fault = "this model has no chat template; send plain text or token ids"

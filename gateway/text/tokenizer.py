@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from typing import Any
 
 from tokenizers import Tokenizer
 
-from common.clock import Clock, SystemClock
 from common.errors import InvalidRequestError
 from common.types import ModelDescription, Reason
 from gateway.text.control import ControlTokens, rename_in_file, without_reserved
@@ -18,11 +18,14 @@ from gateway.text.vocabulary import Vocabulary, compile_decoding
 
 ROLES = ("system", "user", "assistant")
 
-_SYSTEM_CLOCK = SystemClock()
-
 # How many times shorter, in UTF-8 bytes, a normalizer can make a text; any that is not named here may leave nothing.
 # Canonical composition makes at most 7 bytes 2: a Greek iota in its 3-byte form with two marks.
 _SHRINKS = {"Prepend": 1, "NFC": 4}
+
+
+def utc_now() -> datetime:
+    """The same date on every gateway, so that they make the same prompt of the same conversation."""
+    return datetime.now(UTC)
 
 
 class TextModel:
@@ -36,8 +39,8 @@ class TextModel:
     does not declare special are ordinary text and are recognised everywhere.
     """
 
-    def __init__(self, description: ModelDescription, clock: Clock = _SYSTEM_CLOCK) -> None:
-        """`clock`: for templates that state today's date (UTC).
+    def __init__(self, description: ModelDescription, now: Callable[[], datetime] = utc_now) -> None:
+        """`now`: for templates that state today's date.
 
         Raises ValueError if the tokenizer file cannot be used; says why.
         """
@@ -51,7 +54,7 @@ class TextModel:
         self._control = ControlTokens(list(dict.fromkeys(spellings)))
         self._tokenizer = _build(rename_in_file(file, self._control, spellings))
         self._template = ChatTemplate(
-            description.chat_template, bos_token=description.bos_token, eos_token=description.eos_token, clock=clock
+            description.chat_template, bos_token=description.bos_token, eos_token=description.eos_token, now=now
         )
         tokens = {token_id: token for token, token_id in self._tokenizer.get_vocab(with_added_tokens=True).items()}
         special_ids = set(description.eos_token_ids)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from datetime import UTC, datetime
+
 import pytest
 
 from common.errors import InvalidRequestError
@@ -11,16 +13,8 @@ from gateway.text.template import ChatTemplate
 USER = {"role": "user", "content": " hi <é> "}
 
 
-class FixedClock:
-    def monotonic(self) -> float:
-        return 0.0
-
-    def time(self) -> float:
-        return 86400.0 * 365
-
-
 def render(source: str, *messages: dict[str, str]) -> str:
-    template = ChatTemplate(source, bos_token="<s>", eos_token="</s>", clock=FixedClock())
+    template = ChatTemplate(source, bos_token="<s>", eos_token="</s>", now=lambda: datetime(1971, 1, 1, tzinfo=UTC))
     return template.render(messages or [USER])
 
 
