@@ -17,7 +17,7 @@ class RequestState(Enum):
     FINISHED = "finished"
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, repr=False)
 class Request:
     """One attempt of one request. Owned by the engine; only the scheduler and the engine's update write to it.
 
@@ -58,3 +58,9 @@ class Request:
     def num_output_tokens(self) -> int:
         """Tokens generated so far, by this and earlier attempts."""
         return len(self.token_ids) - self.num_prompt_tokens
+
+    def __repr__(self) -> str:
+        return (
+            f"Request({self.request_id!r}, attempt={self.attempt}, {self.state.value}, computed {self.num_computed} of "
+            f"{self.num_tokens} tokens, {len(self.block_ids)} blocks)"
+        )

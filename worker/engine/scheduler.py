@@ -144,11 +144,12 @@ class Scheduler:
             ):
                 if len(self.running) == 1:
                     raise IntegrityError("a lone request finds no block in a pool that its tokens fit into")
-                self._preempt(choose_victim(self.running))
+                self.preempt(choose_victim(self.running))
                 preempted = True
         return preempted
 
-    def _preempt(self, request: Request) -> None:
+    def preempt(self, request: Request) -> None:
+        """Takes everything from a running request and lets it wait at the place of its arrival; its tokens stay."""
         request.num_lost = request.num_computed
         self.running.remove(request)
         self._leave_slot(request)

@@ -1,0 +1,131 @@
+"""An engine over a fake executor, with every event recorded and the books audited after every step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from common.types import BlockUsage, ClaimRef, FinishReason, ModelLimits, Reason, SamplingParams
+from tests.support.fake_executor import FakeExecutor, generate
+from worker.cache.block import keyed_digest
+from worker.cache.manager import CacheManager
+from worker.cache.pool import BlockPool
+from worker.engine.engine import Engine
+from worker.engine.events import RequestRejected, StepStats
+from worker.engine.scheduler import Scheduler, SchedulerConfig
+
+VOCAB_SIZE = 1000
+SESSION = 1
+Name = tuple[int, str, int]
+
+
+@dataclass
+class Record:
+    """All that a session was told of one attempt."""
+
+    token_ids: list[int] = field(default_factory=list)
+    finish_reason: FinishReason | None = None
+    rejected: RequestRejected | None = None
+    cached_prompt_tokens: list[int] = field(default_factory=list)
+
+    @property
+    def is_ended(self) -> bool:
+        return self.finish_reason is not None or self.rejected is not None
+
+
+class EngineRig:
+    """`num_blocks` usable blocks; the null block comes on top."""
+
+    def __init__(
+        self,
+        *,
+        num_blocks: int = 64,
+        block_size: int = 4,
+        max_num_seqs: int = 4,
+        budget: int = 32,
+        max_chunk: int = 16,
+        watermark_blocks: int = 0,
+        context_length: int = 4096,
+        eos_token_ids: Sequence[int] = (),
+        prefix_cache: bool = True,
+    ) -> None:
+        self.executor = FakeExecutor(num_blocks + 1, block_size, vocab_size=VOCAB_SIZE, max_num_seqs=max_num_seqs)
+        self.pool = BlockPool(num_blocks + 1)
+        self.manager = CacheManager(self.pool, block_size, keyed_digest(b"test"), prefix_cache=prefix_cache)
+        self.scheduler = Scheduler(self.manager, SchedulerConfig(max_num_seqs, budget, max_chunk, watermark_blocks))
+        limits = ModelLimits("fake", context_length, VOCAB_SIZE, block_size, num_blocks, max_num_seqs)
+        self.engine = Engine(self.executor, self.scheduler, self.manager, limits, eos_token_ids)
+        self.engine.open_session(SESSION)
+        self.records: dict[Name, Record] = {}
+        self.usage: dict[int, BlockUsage] = {}
+        self.accounted: dict[int, list[ClaimRef]] = {}
+        self.stats: list[StepStats] = []
+
+    def submit(
+        self,
+        request_id: str,
+        prompt: Sequence[int],
+        max_tokens: int = 8,
+        *,
+        session_id: int = SESSION,
+        attempt: int = 1,
+        sampling: dict[str, Any] | None = None,
+        **options: Any,
+    ) -> None:
+        params = SamplingParams(seed=1, max_tokens=max_tokens, **(sampling or {}))
+        self.engine.submit(session_id, request_id, attempt, prompt, params, **options)
+        self.records[session_id, request_id, attempt] = Record()
+
+    def abort(self, request_id: str, *, session_id: int = SESSION, attempt: int = 1) -> bool:
+        return self.engine.abort(session_id, request_id, attempt)
+
+    def step(self) -> StepStats:
+        """One step, its events recorded, everything audited."""
+        output = self.engine.step()
+        self.engine.check_integrity()
+        for session_id, news in output.sessions.items():
+            for event in news.outputs:
+                record = self.records[session_id, event.request_id, event.attempt]
+                assert not record.is_ended, f"{event} after the terminal event"
+                assert event.token_ids or event.finish_reason is not None, f"{event} says nothing"
+                record.token_ids += event.token_ids
+                record.finish_reason = event.finish_reason
+                record.cached_prompt_tokens.append(event.cached_prompt_tokens)
+            for rejected in news.rejected:
+                record = self.records[session_id, rejected.request_id, rejected.attempt]
+                assert not record.is_ended, f"{rejected} after the terminal event"
+                record.rejected = rejected
+            if news.usage is not None:
+                self.usage[session_id] = news.usage
+                self.accounted.setdefault(session_id, []).extend(news.usage.accounted)
+        self.stats.append(output.stats)
+        return output.stats
+
+    def run(self, max_steps: int = 2000) -> None:
+        """Steps until there is nothing left to do."""
+        for _ in range(max_steps):
+            if not self.engine.has_work:
+                return
+            self.step()
+        raise AssertionError(f"still busy after {max_steps} steps: {self.scheduler.running} {self.scheduler.waiting}")
+
+    def of(self, request_id: str, *, session_id: int = SESSION, attempt: int = 1) -> Record:
+        return self.records[session_id, request_id, attempt]
+
+    def assert_generated(self, request_id: str, prompt: Sequence[int], num_tokens: int, *, salt: str = "") -> None:
+        """The request ended by length with exactly what it would have generated alone."""
+        record = self.of(request_id)
+        assert record.token_ids == generate(prompt, num_tokens, vocab_size=VOCAB_SIZE, salt=salt)
+        assert record.finish_reason is FinishReason.LENGTH
+
+    def assert_idle(self) -> None:
+        """Every request has ended, nobody holds a block or a slot."""
+        assert all(record.is_ended for record in self.records.values())
+        assert self.pool.counts.referenced == 0
+        assert self.engine.num_requests == 0
+        assert self.scheduler.num_open_slots == self.scheduler.config.max_num_seqs
+
+
+def reason_of(record: Record) -> Reason | None:
+    return record.rejected.reason if record.rejected else None

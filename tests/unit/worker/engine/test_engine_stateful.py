@@ -1,0 +1,171 @@
+"""Random lives of many requests in a tiny pool: right tokens, exact books, one terminal event each, and always an end."""
+
+from __future__ import annotations
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from common.errors import InvalidRequestError, LimitExceededError
+from common.types import Band, FinishReason, Reason
+from tests.support.fake_executor import generate
+from tests.unit.worker.engine.rig import VOCAB_SIZE, EngineRig, Name, reason_of
+from worker.engine.executor import ExecutionError, SamplingError
+
+PROMPTS = st.builds(  # many share a prefix
+    lambda stem, cut, tail: (stem[:cut] + tail) or [0],
+    st.sampled_from([[1] * 12, [1, 1, 1, 2, 2, 2, 3, 3, 3, 4], list(range(20))]),
+    st.integers(0, 20),
+    st.lists(st.integers(0, 3), max_size=5),
+)
+STOP_TOKENS = range(0, VOCAB_SIZE, 17)  # about every seventeenth token ends a request
+
+
+class EngineMachine(RuleBasedStateMachine):
+    @initialize(
+        num_blocks=st.integers(5, 12),
+        block_size=st.integers(1, 5),
+        max_num_seqs=st.integers(1, 4),
+        spare_budget=st.integers(0, 12),
+        max_chunk=st.integers(1, 9),
+        watermark_blocks=st.integers(0, 2),
+        prefix_cache=st.sampled_from([True, True, False]),
+    )
+    def start(
+        self,
+        num_blocks: int,
+        block_size: int,
+        max_num_seqs: int,
+        spare_budget: int,
+        max_chunk: int,
+        watermark_blocks: int,
+        prefix_cache: bool,
+    ) -> None:
+        self.rig = EngineRig(
+            num_blocks=num_blocks,
+            block_size=block_size,
+            max_num_seqs=max_num_seqs,
+            budget=max_num_seqs + spare_budget,
+            max_chunk=max_chunk,
+            watermark_blocks=watermark_blocks,
+            context_length=40,
+            eos_token_ids=STOP_TOKENS,
+            prefix_cache=prefix_cache,
+        )
+        self.max_length = min(40, num_blocks * block_size + 1)
+        self.wanted: dict[Name, tuple[list[int], FinishReason]] = {}
+        self.sessions = [1]
+        self.num_names = 0
+        self.num_failed = 0
+
+    @rule(
+        prompt=PROMPTS,
+        max_tokens=st.integers(1, 12),
+        known=st.integers(0, 6),
+        salt=st.sampled_from(["", "acme"]),
+        band=st.sampled_from(Band),
+        data=st.data(),
+    )
+    def submit(
+        self, prompt: list[int], max_tokens: int, known: int, salt: str, band: Band, data: st.DataObject
+    ) -> None:
+        if not self.sessions:
+            return
+        session_id = data.draw(st.sampled_from(self.sessions))
+        self.num_names += 1
+        tokens = generate(prompt, 40, vocab_size=VOCAB_SIZE, salt=salt)
+        length = next(  # of the output
+            length
+            for length in range(known + 1, 41)
+            if tokens[length - 1] in STOP_TOKENS or length >= max_tokens or len(prompt) + length >= self.max_length
+        )
+        stops = tokens[length - 1] in STOP_TOKENS
+        name = (session_id, f"r{self.num_names}", 1)
+        try:
+            self.rig.submit(
+                name[1],
+                prompt,
+                max_tokens,
+                session_id=session_id,
+                output_token_ids=tokens[:known],
+                cache_salt=salt,
+                band=band,
+            )
+        except InvalidRequestError:
+            assert known >= max_tokens or len(prompt) + max(known, 1) >= self.max_length
+        except LimitExceededError:
+            assert self.rig.engine.num_requests > 16
+        else:
+            self.wanted[name] = (tokens[known:length], FinishReason.STOP if stops else FinishReason.LENGTH)
+
+    @rule(num_steps=st.integers(1, 6))
+    def step(self, num_steps: int) -> None:
+        for _ in range(num_steps):
+            self.rig.step()
+
+    @precondition(lambda self: self.wanted)
+    @rule(data=st.data())
+    def abort(self, data: st.DataObject) -> None:
+        session_id, request_id, attempt = data.draw(st.sampled_from(sorted(self.wanted)))
+        record = self.rig.records[session_id, request_id, attempt]
+        was_there = not record.is_ended and session_id in self.sessions
+        assert self.rig.abort(request_id, session_id=session_id, attempt=attempt) is was_there
+        if was_there:
+            self.rig.step()
+            assert record.finish_reason is FinishReason.CANCELLED
+
+    @precondition(lambda self: self.rig.scheduler.running)
+    @rule(data=st.data())
+    def preempt(self, data: st.DataObject) -> None:
+        self.rig.scheduler.preempt(data.draw(st.sampled_from(self.rig.scheduler.running)))
+
+    @rule()
+    def open_session(self) -> None:
+        session_id = max(self.sessions, default=10) + 1
+        self.rig.engine.open_session(session_id)
+        self.sessions.append(session_id)
+
+    @precondition(lambda self: len(self.sessions) > 1)
+    @rule(data=st.data())
+    def end_session(self, data: st.DataObject) -> None:
+        session_id = data.draw(st.sampled_from(self.sessions))
+        self.sessions.remove(session_id)
+        self.rig.engine.abort_session(session_id)
+        for name in [name for name in self.rig.records if name[0] == session_id]:
+            self.wanted.pop(name, None)
+            del self.rig.records[name]
+
+    @precondition(lambda self: self.num_failed < 2)  # more in a row would be the end of the engine
+    @rule(whole=st.booleans())
+    def fail_the_next_step(self, whole: bool) -> None:
+        self.rig.executor.error = ExecutionError("a glitch") if whole else SamplingError({0: "a glitch"})
+        self.rig.step()
+        self.num_failed += 1
+        self.rig.executor.error = None
+
+    @invariant()
+    def everybody_got_the_right_tokens_so_far(self) -> None:
+        for name, (token_ids, finish_reason) in getattr(self, "wanted", {}).items():
+            record = self.rig.records[name]
+            assert record.token_ids == token_ids[: len(record.token_ids)]
+            if record.finish_reason in (FinishReason.STOP, FinishReason.LENGTH):
+                assert (record.token_ids, record.finish_reason) == (token_ids, finish_reason)
+            assert record.rejected is None or (self.num_failed and reason_of(record) is Reason.INTERNAL)
+
+    @invariant()
+    def books_add_up(self) -> None:
+        if hasattr(self, "rig"):
+            self.rig.engine.check_integrity()
+
+    def teardown(self) -> None:
+        if hasattr(self, "rig"):
+            self.rig.run(max_steps=3000)
+            self.everybody_got_the_right_tokens_so_far()
+            self.rig.assert_idle()
+            for session_id in self.sessions:
+                claims = [(claim.request_id, claim.attempt) for claim in self.rig.accounted[session_id]]
+                assert sorted(claims) == sorted(name[1:] for name in self.rig.records if name[0] == session_id)
+
+
+EngineMachine.TestCase.settings = settings(max_examples=80, stateful_step_count=30, deadline=None)
+TestEngine = EngineMachine.TestCase
