@@ -25,8 +25,8 @@ class ModelConfig:
 
     Weights come as a mapping of canonical names to tensors, shapes [out, in] for matrices:
     `embed` [vocab, hidden]; `norm` [hidden]; `lm_head` [vocab, hidden] (absent if `tie_embeddings`); for layer i
-    `layers.{i}.` + `attn_norm`, `mlp_norm` [hidden]; `q` [heads*head_dim, hidden], `k`, `v` [kv_heads*head_dim, hidden],
-    `o` [hidden, heads*head_dim]; `q_bias`, `k_bias`, `v_bias` (if `attention_bias`), `o_bias` (if `o_bias`);
+    `layers.{i}.` + `attn_norm`, `mlp_norm` [hidden]; `q` [heads*head_dim, hidden]; `k`, `v` [kv_heads*head_dim,
+    hidden]; `o` [hidden, heads*head_dim]; `q_bias`, `k_bias`, `v_bias` (if `attention_bias`), `o_bias` (if `o_bias`);
     `q_norm`, `k_norm` [head_dim] (if `qk_norm`); `gate`, `up` [intermediate, hidden], `down` [hidden, intermediate].
     Q and K rows are in Hugging Face's order (the two rotary halves apart).
     """
@@ -48,3 +48,13 @@ class ModelConfig:
     o_bias: bool = False
     qk_norm: bool = False
     sliding_window: int | None = None  # tokens that a query sees, itself included; None: all
+
+
+def stretched_positions(max_positions: int, scaling: RopeScaling | None) -> int:
+    """The context of a model whose file names `max_positions`: the kinds that are switched on for longer text say so.
+
+    A file with "dynamic" names the original length. One with "yarn" names either, for the same weights serve both.
+    """
+    if scaling is None or scaling.kind not in ("dynamic", "yarn"):
+        return max_positions
+    return max(max_positions, round(scaling.original_max_positions * scaling.factor))

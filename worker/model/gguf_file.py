@@ -13,7 +13,7 @@ import torch
 from gguf.quants import dequantize
 from torch import Tensor
 
-from worker.model.config import ModelConfig, RopeScaling
+from worker.model.config import ModelConfig, RopeScaling, stretched_positions
 from worker.model.gguf_header import GgufHeader, TensorPlace, read_header
 from worker.model.gguf_tokenizer import text_parts
 from worker.model.loaded_model import LoadedModel, ModelLoadError, check_config, check_shapes
@@ -93,6 +93,7 @@ def _config(header: GgufHeader, places: Mapping[str, TensorPlace], name: str, fi
         if int(get(key, head_dim)) != head_dim:
             raise ModelLoadError(f"{name} has {architecture}.{key} {get(key)}; supported is the head size, {head_dim}")
     theta = float(get("rope.freq_base", 10000.0))
+    scaling = _rope_scaling(header, architecture, head_dim, theta, file)
     window = int(get("attention.sliding_window", 0))
     return ModelConfig(
         name=name,
@@ -103,10 +104,10 @@ def _config(header: GgufHeader, places: Mapping[str, TensorPlace], name: str, fi
         num_heads=heads,
         num_kv_heads=int(get("attention.head_count_kv", heads)),
         head_dim=head_dim,
-        max_positions=int(get("context_length")),
+        max_positions=stretched_positions(int(get("context_length")), scaling),
         rms_norm_eps=float(get("attention.layer_norm_rms_epsilon")),
         rope_theta=theta,
-        rope_scaling=_rope_scaling(header, architecture, head_dim, theta, file),
+        rope_scaling=scaling,
         tie_embeddings="lm_head" not in places,
         attention_bias="layers.0.q_bias" in places,
         o_bias="layers.0.o_bias" in places,

@@ -14,7 +14,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from tokenizers import Tokenizer
 
-from worker.model.config import ModelConfig, RopeScaling
+from worker.model.config import ModelConfig, RopeScaling, stretched_positions
 from worker.model.loaded_model import LoadedModel, ModelLoadError, TextParts, check_config, check_shapes
 
 _ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
@@ -90,7 +90,8 @@ def folder_config(raw: Mapping[str, Any], name: str) -> ModelConfig:
         raise ModelLoadError("quantized safetensors are not supported; supported are float32, float16 and bfloat16")
     heads, qwen = int(need("num_attention_heads")), architecture.startswith("Qwen")
     bias = architecture == "Qwen2ForCausalLM" or bool(raw.get("attention_bias", False))
-    theta, scaling = _rope(raw, int(need("max_position_embeddings")))
+    positions = int(need("max_position_embeddings"))
+    theta, scaling = _rope(raw, positions)
     return ModelConfig(
         name=name,
         vocab_size=int(need("vocab_size")),
@@ -100,7 +101,7 @@ def folder_config(raw: Mapping[str, Any], name: str) -> ModelConfig:
         num_heads=heads,
         num_kv_heads=int(raw.get("num_key_value_heads") or heads),
         head_dim=int(raw.get("head_dim") or int(need("hidden_size")) // heads),
-        max_positions=int(need("max_position_embeddings")),
+        max_positions=stretched_positions(positions, scaling),
         rms_norm_eps=float(need("rms_norm_eps")),
         rope_theta=theta,
         rope_scaling=scaling,
