@@ -16,13 +16,13 @@ _ADDRESS = re.compile(r"[^\s,]+:\d{1,5}")
 class GatewaySettings(Settings):
     """Settings of the gateway: `TIDEGATE_GATEWAY_<NAME>`, or the flag of the same name."""
 
-    model_config = SettingsConfigDict(env_prefix="TIDEGATE_GATEWAY_")
+    model_config = SettingsConfigDict(env_prefix="TIDEGATE_GATEWAY_", populate_by_name=True)
 
     listen: str = Field("127.0.0.1:50051", description="host:port of the gRPC server; port 0 picks a free one")
     metrics_listen: str = Field("127.0.0.1:9464", description="host:port of Prometheus metrics; empty turns it off")
     redis_url: str = Field(
         "",
-        description="redis://host:port/db or unix:///path of the queue's store; empty starts a redis-server of one's own",
+        description="redis://host:port/db or unix:///path of the queue's store; empty starts a private redis-server",
         validation_alias="TIDEGATE_REDIS_URL",
     )
     pool: str = Field("default", pattern=r"^[a-z0-9][a-z0-9_-]{0,63}$", description="fleet whose queue is served")

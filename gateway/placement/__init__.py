@@ -1,0 +1,1 @@
+"""Workers as a gateway sees them, and which of them serve what; no I/O."""

@@ -3,28 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 from common.clock import Clock
 from common.errors import InvalidRequestError, NotFoundError, UnavailableError
-from common.types import ModelDescription, ModelLimits, Reason
+from common.types import Reason
+from gateway.placement.model import ServedModel
 from gateway.placement.worker import WorkerSession, WorkerState
-from gateway.text.tokenizer import TextModel
 
 _RETRY_S = 2.0  # a worker that starts needs about this long to be seen
-
-
-@dataclass(frozen=True, slots=True)
-class ServedModel:
-    """A model that some worker serves or has served: what turns its text into tokens and back, and its limits."""
-
-    description: ModelDescription
-    text: TextModel
-
-    @property
-    def limits(self) -> ModelLimits:
-        """Limits as the describing worker stated them."""
-        return self.description.limits
 
 
 class Fleet:
@@ -74,6 +60,10 @@ class Fleet:
         """The session with this start of a worker, if it can still answer."""
         session = self._sessions.get(worker_id)
         return session if session is not None and session.epoch == epoch else None
+
+    def latest(self, worker_id: str) -> WorkerSession | None:
+        """The session with a worker, whichever start of it."""
+        return self._sessions.get(worker_id)
 
     @property
     def sessions(self) -> tuple[WorkerSession, ...]:

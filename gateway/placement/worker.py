@@ -10,12 +10,12 @@ from common.types import (
     Band,
     BlockUsage,
     FinishReason,
-    ModelDescription,
     ModelLimits,
     PositionLogprobs,
     Reason,
     SamplingParams,
 )
+from gateway.placement.model import ServedModel
 
 
 class WorkerState(Enum):
@@ -78,8 +78,15 @@ class SessionListener(Protocol):
         """The worker's numbers changed, or it is alive."""
         ...
 
-    def on_ready(self, worker_id: str, epoch: int, description: ModelDescription) -> None:
-        """The session is open and the model described: submissions may follow."""
+    def on_ready(self, session: WorkerSession, model: ServedModel) -> bool:
+        """The session is open and the model described: submissions may follow.
+
+        False if there is a session with this start of the worker already: this one is to be closed.
+        """
+        ...
+
+    def on_change(self) -> None:
+        """The state of a session that is ready has changed to DRAINING."""
         ...
 
     def on_end(self, worker_id: str, epoch: int, state: WorkerState) -> None:
@@ -91,16 +98,24 @@ class WorkerSession(Protocol):
     """A live session with one worker."""
 
     @property
-    def worker_id(self) -> str: ...
+    def worker_id(self) -> str:
+        """The worker's id, unique in the fleet."""
+        ...
 
     @property
-    def epoch(self) -> int: ...
+    def epoch(self) -> int:
+        """Which start of the worker this is; grows."""
+        ...
 
     @property
-    def state(self) -> WorkerState: ...
+    def state(self) -> WorkerState:
+        """Where the session is."""
+        ...
 
     @property
-    def limits(self) -> ModelLimits: ...
+    def limits(self) -> ModelLimits:
+        """What the worker's model and pool allow."""
+        ...
 
     def submit(self, submission: Submission) -> None:
         """Sends it; never blocks. Answers come to the listener. Raises UnavailableError if the session is over."""

@@ -1,0 +1,70 @@
+"""`python -m gateway`: one gateway, until SIGTERM or SIGINT."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import sys
+from collections.abc import Coroutine
+from typing import Any
+
+import structlog
+from pydantic_settings import CliApp
+
+from common.local_redis import LocalRedisError, redis_url
+from common.log import setup_logging
+from gateway.app import GatewayApp
+from gateway.config import GatewaySettings
+from gateway.tenants import TenantsFileError, load_tenants
+
+_log = structlog.get_logger(__name__)
+
+
+async def serve(settings: GatewaySettings, url: str) -> None:
+    """Runs a gateway on the store at `url` until a signal; a second one ends the drain at once."""
+    app = GatewayApp(settings, load_tenants(settings.tenants_file), url)
+    stopping = asyncio.Event()
+    hurry = asyncio.Event()
+
+    def on_signal() -> None:
+        (hurry if stopping.is_set() else stopping).set()
+
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, on_signal)
+    await app.start()
+    await stopping.wait()
+    _log.info("gateway_draining", drain_s=settings.drain_s)
+    draining = asyncio.create_task(app.stop())
+    hurrying = asyncio.create_task(hurry.wait())
+    await asyncio.wait([draining, hurrying], return_when=asyncio.FIRST_COMPLETED)
+    hurrying.cancel()
+    if not draining.done():
+        app.end_drain()
+    await draining
+
+
+def _run(program: Coroutine[Any, Any, None]) -> None:
+    try:
+        import uvloop
+    except ImportError:  # not made for every platform
+        asyncio.run(program)
+    else:
+        uvloop.run(program)
+
+
+def main() -> int:
+    """Reads the settings and serves. Returns the exit status."""
+    settings = CliApp.run(GatewaySettings)
+    setup_logging(settings.log_level, settings.log_format, program="gateway")
+    try:
+        with redis_url(settings.redis_url or None) as url:
+            _run(serve(settings, url))
+    except (TenantsFileError, LocalRedisError) as error:
+        print(f"gateway: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,215 @@
+"""The gateway put together: the only place that builds concrete classes."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+from random import Random, SystemRandom
+from types import TracebackType
+
+import structlog
+from prometheus_client import CollectorRegistry
+
+from common.clock import Clock, SystemClock
+from common.errors import UnavailableError
+from common.metrics import GatewayMetrics, MetricsServer
+from common.rpc.fleet_key import fleet_authenticator
+from common.rpc.server import RpcServer, ServerOptions
+from gateway.admission.limiter import Unlimited
+from gateway.background import Background
+from gateway.config import GatewaySettings
+from gateway.dispatcher import Dispatcher, DispatcherSettings
+from gateway.handler import Handler, HandlerSettings
+from gateway.housekeeper import Housekeeper, HousekeeperSettings
+from gateway.placement.fleet import Fleet
+from gateway.prompts import PromptReader
+from gateway.rpc import fleet_service, inference_service
+from gateway.rpc.dialer import WorkerDialer
+from gateway.rpc.worker_session import SessionSettings
+from gateway.store.redis_queue import RedisQueue
+from gateway.store_health import StoreHealth
+from gateway.tenants import Tenants
+from protos.inference.v1 import fleet_pb2_grpc, inference_pb2_grpc
+
+_log = structlog.get_logger(__name__)
+
+_LAST_STEPS_S = 5.0  # for what ended requests still have to write
+
+
+class GatewayApp:
+    """One gateway in the running event loop: `start`, then `stop`, once each; or an async context manager."""
+
+    def __init__(
+        self,
+        settings: GatewaySettings,
+        tenants: Tenants,
+        redis_url: str,
+        *,
+        clock: Clock | None = None,
+        random: Random | None = None,
+    ) -> None:
+        clock = clock or SystemClock()
+        random = random or SystemRandom()
+        self._settings = settings
+        self.gateway_id = (
+            settings.gateway_id or f"{socket.gethostname()[:40]}-{os.getpid()}-{random.randbytes(4).hex()}"
+        )
+        self._registry = CollectorRegistry()
+        self._metrics_server: MetricsServer | None = None
+        metrics = GatewayMetrics(self._registry)
+        self._changed = asyncio.Event()
+        self._background = Background(self._changed.set)
+        self._store = StoreHealth(metrics, self._changed.set)
+        self.fleet = Fleet(clock, settings.default_model, self._changed.set)
+        self.queue = RedisQueue(redis_url, pool=settings.pool, gateway_id=self.gateway_id)
+        self.dispatcher = Dispatcher(
+            self.queue,
+            self.fleet,
+            self._background,
+            self._store,
+            metrics,
+            clock,
+            DispatcherSettings(self.gateway_id, settings.max_attempts),
+        )
+        self._housekeeper = Housekeeper(
+            self.dispatcher, self.queue, self.fleet, self._store, metrics, clock, _housekeeper_settings(settings)
+        )
+        self._prompts = PromptReader(settings.tokenizer_threads)
+        self._handler = Handler(
+            self.queue,
+            Unlimited(),
+            self.fleet,
+            self.dispatcher,
+            self._prompts,
+            self._background,
+            self._store,
+            metrics,
+            clock,
+            HandlerSettings(self.gateway_id, settings.max_queue_length, settings.credit_output_tokens),
+            choose_id=lambda: random.randbytes(12).hex(),
+            choose_seed=lambda: random.getrandbits(64),
+        )
+        self._dialer = WorkerDialer(
+            settings.worker_addresses,
+            self.queue,
+            self.dispatcher,
+            self._background,
+            self._store,
+            clock,
+            _session_settings(settings, self.gateway_id),
+            poll_s=settings.worker_poll_s,
+            channel_options=[
+                ("grpc.max_receive_message_length", settings.max_receive_message_bytes),
+                ("grpc.max_send_message_length", settings.max_send_message_bytes),
+            ],
+            random=random,
+        )
+        self._server = RpcServer(
+            _server_options(settings),
+            clock,
+            {
+                inference_service.SERVICE_NAME: tenants.authenticate,
+                fleet_service.SERVICE_NAME: fleet_authenticator(settings.fleet_key),
+            },
+        )
+        inference = inference_service.InferenceService(
+            self._handler,
+            self.dispatcher,
+            self.fleet,
+            self._prompts,
+            clock,
+            slow_consumer_s=settings.slow_consumer_s,
+        )
+        announcements = fleet_service.FleetService(self.queue, ttl_s=settings.announce_ttl_s)
+        self._server.add(inference_service.SERVICE_NAME, inference_pb2_grpc.add_InferenceServicer_to_server, inference)
+        self._server.add(fleet_service.SERVICE_NAME, fleet_pb2_grpc.add_FleetServicer_to_server, announcements)
+        self.port = 0
+
+    @property
+    def metrics_port(self) -> int | None:
+        """Port of the metrics endpoint; None if it is off."""
+        return self._metrics_server.port if self._metrics_server is not None else None
+
+    async def start(self) -> None:
+        """Listens and starts the loops; SERVING follows when the store answers and a worker is ready."""
+        settings = self._settings
+        if settings.metrics_listen:
+            self._metrics_server = MetricsServer(settings.metrics_listen, self._registry)
+        self.port = await self._server.start(settings.listen)
+        self._background.run(self._health_loop, "health")
+        self.dispatcher.start()
+        self._housekeeper.start(self._background)
+        self._dialer.start()
+        _log.info("gateway_started", gateway_id=self.gateway_id, port=self.port, metrics_port=self.metrics_port)
+
+    async def stop(self, drain_s: float | None = None) -> None:
+        """Turns NOT_SERVING and refuses new requests, gives live ones `drain_s` seconds, leaves nothing behind."""
+        await self._server.enter_drain()
+        await self._handler.drain(self._settings.drain_s if drain_s is None else drain_s)
+        await self._server.stop(_LAST_STEPS_S if self.dispatcher.live else 1.0)
+        await self._background.finish_steps(_LAST_STEPS_S)
+        await self._background.close()
+        self._prompts.close()
+        if self._metrics_server is not None:
+            await asyncio.to_thread(self._metrics_server.close)
+        try:
+            await self.queue.close()
+        except UnavailableError as error:  # others reap what is left there
+            self._store.failed(error)
+        _log.info("gateway_stopped", gateway_id=self.gateway_id)
+
+    def end_drain(self) -> None:
+        """Ends what a running `stop` still waits for."""
+        self._handler.end_all()
+
+    async def __aenter__(self) -> GatewayApp:
+        await self.start()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
+    ) -> None:
+        await self.stop()
+
+    async def _health_loop(self) -> None:
+        """SERVING while the store answers, a worker is ready and every loop runs; Fleet needs no ready worker."""
+        while True:
+            is_well = self._store.is_up and not self._background.is_crashed
+            await self._server.set_serving([fleet_service.SERVICE_NAME], is_serving=is_well)
+            is_serving = is_well and self.fleet.is_ready
+            await self._server.set_serving(["", inference_service.SERVICE_NAME], is_serving=is_serving)
+            await self._changed.wait()
+            self._changed.clear()
+
+
+def _choose_gateway_id(random: Random) -> str:
+    return f"{socket.gethostname()[:40]}-{os.getpid()}-{random.randbytes(4).hex()}"
+
+
+def _server_options(settings: GatewaySettings) -> ServerOptions:
+    return ServerOptions(
+        max_receive_message_bytes=settings.max_receive_message_bytes,
+        max_send_message_bytes=settings.max_send_message_bytes,
+        min_ping_interval_s=settings.min_ping_interval_s,
+        max_connection_age_s=settings.max_connection_age_s,
+    )
+
+
+def _housekeeper_settings(settings: GatewaySettings) -> HousekeeperSettings:
+    return HousekeeperSettings(
+        queue_ttl_s=settings.queue_ttl_s,
+        no_worker_timeout_s=settings.no_worker_timeout_s,
+        heartbeat_s=settings.heartbeat_s,
+        heartbeat_ttl_s=settings.heartbeat_ttl_s,
+    )
+
+
+def _session_settings(settings: GatewaySettings, gateway_id: str) -> SessionSettings:
+    return SessionSettings(
+        gateway_id=gateway_id,
+        fleet_key=settings.fleet_key,
+        silence_s=settings.worker_silence_s,
+        max_loop_age_s=settings.max_loop_age_s,
+        connect_timeout_s=settings.connect_timeout_s,
+    )

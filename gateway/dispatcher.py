@@ -1,0 +1,330 @@
+"""Between queue and workers: claims go to sessions, events to requests, lost requests back to the queue."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+import structlog
+
+from common.clock import Clock
+from common.errors import (
+    DuplicateRequestError,
+    InternalError,
+    InvalidRequestError,
+    NotFoundError,
+    TidegateError,
+    UnavailableError,
+)
+from common.metrics import GatewayMetrics
+from common.types import BlockUsage, FinishReason, Reason
+from gateway.background import Background
+from gateway.lifecycle import failed, finished
+from gateway.live import LiveRequest
+from gateway.placement.fleet import Fleet
+from gateway.placement.model import ServedModel
+from gateway.placement.worker import RejectedEvent, TokensEvent, WorkerSession, WorkerState
+from gateway.queueing.queue import Claim, Place, Queue
+from gateway.reports import PendingReports
+from gateway.store_health import StoreHealth
+
+_log = structlog.get_logger(__name__)
+
+_INBOX_WAIT_S = 1.0
+_FIRST_BACKOFF_S = 0.05
+_MAX_BACKOFF_S = 1.0
+
+# A worker that refuses with one of these has no room or leaves; with any other the request cannot be served.
+_REFUSALS = frozenset({Reason.NO_CREDIT, Reason.DRAINING})
+_INVALID_REASONS = frozenset(
+    {
+        Reason.INVALID_PARAMETER,
+        Reason.EMPTY_PROMPT,
+        Reason.PROMPT_TOO_LONG,
+        Reason.INVALID_TOKEN_ID,
+        Reason.NEVER_FITS,
+    }
+)
+_CAUSE: Mapping[Reason, str] = MappingProxyType({Reason.NO_CREDIT: "no_credit", Reason.DRAINING: "draining"})
+
+
+@dataclass(frozen=True, slots=True)
+class DispatcherSettings:
+    """Bounds of the loops; see GatewaySettings."""
+
+    gateway_id: str
+    max_attempts: int  # workers that a request may lose
+
+
+class Dispatcher:
+    """Owner of the live requests' claims. Everything but the store's calls happens at once, on the event loop."""
+
+    def __init__(
+        self,
+        queue: Queue,
+        fleet: Fleet,
+        background: Background,
+        store: StoreHealth,
+        metrics: GatewayMetrics,
+        clock: Clock,
+        settings: DispatcherSettings,
+    ) -> None:
+        self._queue = queue
+        self._fleet = fleet
+        self._background = background
+        self._store = store
+        self._metrics = metrics
+        self._clock = clock
+        self._settings = settings
+        self._live: dict[str, LiveRequest] = {}
+        self._reports = PendingReports()
+        self._wake = asyncio.Event()
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    def start(self) -> None:
+        """Starts the loops."""
+        self._background.run(self._dispatch_loop, "dispatch")
+        self._background.run(self._inbox_loop, "inbox")
+
+    # Live requests
+
+    @property
+    def live(self) -> tuple[LiveRequest, ...]:
+        """Requests held by this gateway, those that are just closing included."""
+        return tuple(self._live.values())
+
+    def find(self, fleet_id: str) -> LiveRequest | None:
+        """A request held by this gateway."""
+        return self._live.get(fleet_id)
+
+    def register(self, live: LiveRequest) -> None:
+        """Makes a request known, before it is enqueued. Raises DuplicateRequestError."""
+        if live.fleet_id in self._live:
+            raise DuplicateRequestError(f"request_id: {live.request.request_id} is the id of a live request")
+        self._live[live.fleet_id] = live
+        self._idle.clear()
+        self._metrics.live_streams.set(len(self._live))
+
+    def unregister(self, live: LiveRequest) -> None:
+        """Forgets a request that has ended and left the queue."""
+        if self._live.get(live.fleet_id) is live:
+            del self._live[live.fleet_id]
+            self._metrics.live_streams.set(len(self._live))
+            if not self._live:
+                self._idle.set()
+
+    async def wait_idle(self) -> None:
+        """Returns when no request is live."""
+        await self._idle.wait()
+
+    def kick(self) -> None:
+        """Something changed that may let a waiting request go: dispatch soon."""
+        self._wake.set()
+
+    def stop_work(self, live: LiveRequest) -> None:
+        """Tells the worker, if one has the request, to stop."""
+        claim, live.claim = live.claim, None
+        if claim is not None:
+            session = self._fleet.session(claim.worker_id, claim.worker_epoch)
+            if session is not None:
+                session.abort(live.fleet_id, claim.attempt)
+
+    async def cancel(self, fleet_id: str) -> None:
+        """Ends a live request, here or at the gateway that holds it. Raises NotFoundError if there is none."""
+        if not self._cancel_here(fleet_id) and not await self._queue.send_cancel(fleet_id):
+            raise NotFoundError("request_id: no live request of this tenant has it")
+
+    def _cancel_here(self, fleet_id: str) -> bool:
+        live = self._live.get(fleet_id)
+        if live is None or live.lifecycle.is_ended:
+            return False
+        live.end(finished(FinishReason.CANCELLED))
+        return True
+
+    # Claims
+
+    def _accept(self, claim: Claim) -> None:
+        live = self._live.get(claim.request_id)
+        if live is None:
+            # Its finish did not reach the store, or was overtaken by the claim.
+            self._background.spawn(self._finish_unknown(claim.request_id), "finish_unknown")
+            return
+        if live.lifecycle.is_ended or (live.claim is not None and live.claim.attempt >= claim.attempt):
+            return
+        self._metrics.claims.inc()
+        self.stop_work(live)  # of an attempt that the queue has given up; usually there is none
+        now = self._clock.monotonic()
+        if live.taken_at is None:
+            self._metrics.queue_wait.labels(live.request.band.name.lower()).observe(now - live.queued_at)
+        live.begin(claim, now)
+        session = self._fleet.session(claim.worker_id, claim.worker_epoch)
+        if session is None or session.state is not WorkerState.READY:
+            self._return_to_queue(live, claim, Place.SAME, "no_session")
+            return
+        try:
+            session.submit(live.submission(claim.attempt))
+        except UnavailableError:
+            self._return_to_queue(live, claim, Place.SAME, "no_session")
+
+    async def _finish_unknown(self, fleet_id: str) -> None:
+        try:
+            await self._queue.finish(fleet_id)
+        except UnavailableError as error:
+            self._store.failed(error)
+
+    def _return_to_queue(self, live: LiveRequest, claim: Claim, place: Place, cause: str) -> None:
+        """Undoes a claim. After a refusal it waits a little, or the same stale numbers would bring it back at once."""
+        live.back_to_queue(self._clock.monotonic())
+        self._metrics.requeued.labels(cause).inc()
+        delay_s = 0.0
+        if place is Place.SAME:
+            delay_s = min(_FIRST_BACKOFF_S * 2**live.num_refusals, _MAX_BACKOFF_S)
+            live.num_refusals += 1
+        self._background.spawn(self._requeue(live, claim, place, delay_s), "requeue")
+
+    async def _requeue(self, live: LiveRequest, claim: Claim, place: Place, delay_s: float) -> None:
+        backoff_s = delay_s
+        while True:
+            await asyncio.sleep(backoff_s)
+            if live.lifecycle.is_ended or live.claim is not None:
+                return
+            try:
+                await self._queue.requeue(
+                    live.fleet_id, attempt=claim.attempt, place=place, num_input_tokens=live.num_input_tokens
+                )
+            except UnavailableError as error:
+                self._store.failed(error)
+                backoff_s = min(max(2 * backoff_s, _FIRST_BACKOFF_S), _MAX_BACKOFF_S)
+                continue
+            # False: the queue has undone the claim by itself, or lost the request, which the heartbeat then tells.
+            self._store.answered()
+            self.kick()
+            return
+
+    def _lose(self, live: LiveRequest, claim: Claim, cause: str) -> None:
+        live.num_losses += 1
+        if live.num_losses >= self._settings.max_attempts or live.is_unknown_to_queue:
+            live.claim = None
+            message = f"the worker was lost {live.num_losses} times; no further attempt is made"
+            live.end(failed(UnavailableError(message, reason=Reason.WORKER_LOST, retry_after_s=1.0)))
+            return
+        _log.info("request_resumes", request_id=live.fleet_id, worker_id=claim.worker_id, cause=cause)
+        self._return_to_queue(live, claim, Place.FIRST, cause)
+
+    # What sessions tell
+
+    def on_tokens(self, worker_id: str, event: TokensEvent) -> None:
+        """Hands new tokens to the stream; those of an attempt that is over are dropped."""
+        live = self._live.get(event.request_id)
+        if live is None or not live.is_running_on(worker_id, event.attempt):
+            return
+        if event.finish_reason is FinishReason.CANCELLED and live.claim is not None:
+            # Nobody here asked for it: the worker gave the request up, e.g. at the end of its drain.
+            self._lose(live, live.claim, "given_up")
+            return
+        live.receive(event, self._clock.monotonic())
+
+    def on_rejected(self, worker_id: str, event: RejectedEvent) -> None:
+        """Puts a refused request back, or ends it if it can never be served."""
+        live = self._live.get(event.request_id)
+        if live is None or not live.is_running_on(worker_id, event.attempt) or live.claim is None:
+            return
+        if event.reason in _REFUSALS:
+            self._return_to_queue(live, live.claim, Place.SAME, _CAUSE[event.reason])
+            return
+        live.claim = None
+        live.end(failed(_rejection(event)))
+
+    def on_usage(self, worker_id: str, usage: BlockUsage) -> None:
+        """Passes a worker's numbers on to the queue."""
+        session = self._fleet.latest(worker_id)
+        if session is not None:
+            self._metrics.set_worker_usage(worker_id, usage)
+            self._reports.add(worker_id, session.epoch, session.limits, usage)
+            self.kick()
+
+    def on_ready(self, session: WorkerSession, model: ServedModel) -> bool:
+        """Takes a session into the fleet. False if a session with that start of the worker is there already."""
+        is_new = self._fleet.add(session, model)
+        if is_new:
+            _log.info("worker_ready", worker_id=session.worker_id, epoch=session.epoch, model=model.limits.model)
+            self._show_sessions()
+        return is_new
+
+    def on_change(self) -> None:
+        """A session's state changed."""
+        self._fleet.refresh()
+        self._show_sessions()
+
+    def on_end(self, worker_id: str, epoch: int, state: WorkerState) -> None:
+        """Requeues everything that this start of the worker had from here."""
+        self._fleet.remove(worker_id, epoch)
+        self._reports.forget(worker_id, epoch)
+        self._show_sessions()
+        if self._fleet.latest(worker_id) is None:
+            self._metrics.forget_worker(worker_id)
+        _log.log(30 if state is WorkerState.LOST else 20, "worker_gone", worker_id=worker_id, state=state.value)
+        for live in self.live:
+            claim = live.claim
+            is_there = claim is not None and (claim.worker_id, claim.worker_epoch) == (worker_id, epoch)
+            if claim is not None and is_there and not live.lifecycle.is_ended:
+                self._lose(live, claim, "worker_lost" if state is WorkerState.LOST else "worker_closed")
+        self._background.spawn(self._forget_worker(worker_id, epoch), "forget_worker")
+
+    async def _forget_worker(self, worker_id: str, epoch: int) -> None:
+        try:
+            await self._queue.forget_worker(worker_id, epoch=epoch)
+        except UnavailableError as error:  # its numbers expire by themselves
+            self._store.failed(error)
+
+    def _show_sessions(self) -> None:
+        for state in WorkerState:
+            self._metrics.sessions.labels(state.value).set(sum(s.state is state for s in self._fleet.sessions))
+
+    # Loops
+
+    async def _dispatch_loop(self) -> None:
+        backoff_s = _FIRST_BACKOFF_S
+        while True:
+            await self._wake.wait()
+            self._wake.clear()
+            reports = self._reports.take()
+            try:
+                claims = await self._queue.dispatch(reports)
+            except UnavailableError as error:
+                self._store.failed(error)
+                self._reports.give_back(reports)
+                await asyncio.sleep(backoff_s)
+                backoff_s = min(2 * backoff_s, _MAX_BACKOFF_S)
+                self._wake.set()
+                continue
+            backoff_s = _FIRST_BACKOFF_S
+            self._store.answered()
+            self._metrics.dispatches.inc()
+            for claim in claims:
+                if claim.owner == self._settings.gateway_id:
+                    self._accept(claim)
+
+    async def _inbox_loop(self) -> None:
+        while True:
+            try:
+                messages = await self._queue.read_inbox(timeout_s=_INBOX_WAIT_S)
+            except UnavailableError as error:
+                self._store.failed(error)
+                await asyncio.sleep(_MAX_BACKOFF_S)
+                continue
+            for message in messages:
+                if message.claim is not None:
+                    self._accept(message.claim)
+                elif message.kind == "cancel":
+                    self._cancel_here(message.request_id)
+
+
+def _rejection(event: RejectedEvent) -> TidegateError:
+    if event.reason in _INVALID_REASONS:
+        return InvalidRequestError(event.message, reason=event.reason)
+    _log.error("worker_rejected", request_id=event.request_id, reason=event.reason.name, message=event.message)
+    return InternalError("a worker could not take the request", reason=Reason.INTERNAL)

@@ -1,0 +1,266 @@
+"""The life of one request: check, admit, enqueue, stream, settle."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable
+from dataclasses import dataclass
+
+import structlog
+
+from common.clock import Clock
+from common.errors import DeadlineExceededError, TidegateError, UnavailableError
+from common.metrics import GatewayMetrics
+from common.types import Reason
+from gateway.admission.limiter import Cost, Limiter
+from gateway.answer import Accepted, Answer, Event
+from gateway.background import Background
+from gateway.dispatcher import Dispatcher
+from gateway.lifecycle import Outcome, RequestState, failed, gone
+from gateway.live import LiveRequest, ReadyRequest
+from gateway.mailbox import Delivery
+from gateway.placement.fleet import Fleet
+from gateway.prompts import PromptReader
+from gateway.queueing.queue import Queue
+from gateway.requests import (
+    GenerateCall,
+    check_prompt,
+    check_prompt_length,
+    check_request_id,
+    check_sampling,
+    effective_band,
+    resolve_sampling,
+)
+from gateway.store_health import StoreHealth
+from gateway.tenants import Tenant
+
+_log = structlog.get_logger(__name__)
+
+_CLOSE_WAIT_S = 1.0  # how long the last event of a stream waits for the store to forget the request
+
+
+@dataclass(frozen=True, slots=True)
+class HandlerSettings:
+    """Bounds of a request; see GatewaySettings."""
+
+    gateway_id: str
+    max_queue_length: int
+    credit_output_tokens: int
+
+
+class Handler:
+    """Serves requests, each in the task of its call. However a call ends, its request ends once and leaves nothing."""
+
+    def __init__(
+        self,
+        queue: Queue,
+        limiter: Limiter,
+        fleet: Fleet,
+        dispatcher: Dispatcher,
+        prompts: PromptReader,
+        background: Background,
+        store: StoreHealth,
+        metrics: GatewayMetrics,
+        clock: Clock,
+        settings: HandlerSettings,
+        *,
+        choose_id: Callable[[], str],
+        choose_seed: Callable[[], int],
+    ) -> None:
+        self._queue = queue
+        self._limiter = limiter
+        self._fleet = fleet
+        self._dispatcher = dispatcher
+        self._prompts = prompts
+        self._background = background
+        self._store = store
+        self._metrics = metrics
+        self._clock = clock
+        self._settings = settings
+        self._choose_id = choose_id
+        self._choose_seed = choose_seed
+        self._is_draining = False
+
+    async def drain(self, drain_s: float) -> None:
+        """Refuses new requests, lets live ones go on for `drain_s` seconds, then ends them: UNAVAILABLE/DRAINING."""
+        self._is_draining = True
+        try:
+            async with asyncio.timeout(drain_s):
+                await self._dispatcher.wait_idle()
+        except TimeoutError:
+            self.end_all()
+
+    def end_all(self) -> None:
+        """Ends every live request with UNAVAILABLE/DRAINING."""
+        for live in self._dispatcher.live:
+            live.end(failed(_draining()))
+
+    async def generate(self, tenant: Tenant, call: GenerateCall, deadline: float | None) -> AsyncGenerator[Event, None]:
+        """The events of one answer. `deadline`: monotonic seconds at which the client gives up.
+
+        To be closed by its caller in the task that iterates it; an error thrown into it becomes the request's end.
+        Raises TidegateError for every end that is not normal.
+        """
+        live = await self._receive(tenant, call)
+        answer = Answer(live)
+        try:
+            yield await self._admit(live)
+            outcome: Outcome | None = None
+            while outcome is None:
+                delta, outcome = answer.take(await self._next(live, deadline))
+                if outcome is not None:
+                    self._end(live, outcome, answer)  # decided before it is told: a client may leave right after it
+                if delta is not None:
+                    yield delta
+            if outcome.error is not None:
+                raise outcome.error
+            await self._closed(live)
+            yield answer.finish(outcome, self._clock.monotonic())
+        except TidegateError as error:
+            self._end(live, failed(error), answer)
+            raise
+        finally:
+            # Nothing here may wait: the call may be cancelled again at any time.
+            self._end(live, self._departure(deadline), answer)
+
+    async def _receive(self, tenant: Tenant, call: GenerateCall) -> LiveRequest:
+        """Checks and registers a request, which from then on has to be ended."""
+        arrived = self._clock.monotonic()
+        try:
+            if self._is_draining:
+                raise _draining()
+            live = LiveRequest(await self._prepare(tenant, call), arrived)
+            structlog.contextvars.bind_contextvars(request_id=live.fleet_id, tenant=tenant.tenant_id)
+            former = self._dispatcher.find(live.fleet_id)
+            if former is not None and former.lifecycle.is_ended:
+                await self._closed(former)
+            if self._is_draining:
+                raise _draining()
+            self._dispatcher.register(live)
+        except TidegateError as error:
+            self._metrics.rejected.labels(error.reason.name).inc()
+            raise
+        return live
+
+    async def _prepare(self, tenant: Tenant, call: GenerateCall) -> ReadyRequest:
+        check_request_id(call.request_id)
+        model = self._fleet.find_model(call.model)
+        check_sampling(call.sampling, model.limits)
+        prompt = check_prompt(call.prompt, model.limits)
+        token_ids = await self._prompts.read(prompt, model)
+        check_prompt_length(len(token_ids), model.limits)
+        self._fleet.check_fits(model, len(token_ids))
+        return ReadyRequest(
+            request_id=call.request_id or self._choose_id(),
+            tenant=tenant,
+            band=effective_band(tenant.band, call.band),
+            model=model,
+            prompt_token_ids=token_ids,
+            sampling=resolve_sampling(call.sampling, model.limits, len(token_ids), self._choose_seed),
+            stop=call.sampling.stop,
+            return_token_ids=call.return_token_ids,
+        )
+
+    async def _admit(self, live: LiveRequest) -> Accepted:
+        # In a step of its own: if the client leaves now, it must still be known what was written.
+        live.admission = self._background.spawn(self._enter_queue(live), "admission")
+        await asyncio.shield(live.admission)
+        return Accepted(live.request)
+
+    async def _enter_queue(self, live: LiveRequest) -> None:
+        request, settings = live.request, self._settings
+        cost = Cost(len(request.prompt_token_ids), request.sampling.max_tokens)
+        await self._limiter.reserve(request.tenant.tenant_id, live.fleet_id, cost)
+        live.is_reserved = True
+        if live.lifecycle.is_ended:
+            return
+        live.lifecycle.advance(RequestState.ADMITTED)
+        live.enter_queue(self._clock.monotonic())
+        entry = live.queue_entry(
+            settings.gateway_id,
+            credit_output_tokens=settings.credit_output_tokens,
+            max_pool_tokens=self._fleet.max_pool_tokens(request.model.limits.model),
+        )
+        try:
+            await self._queue.enqueue(entry, max_length=settings.max_queue_length)
+        except UnavailableError as error:
+            self._store.failed(error)
+            raise
+        live.is_enqueued = True
+        self._dispatcher.kick()
+
+    async def _next(self, live: LiveRequest, deadline: float | None) -> Delivery:
+        try:
+            return await live.mailbox.take(None if deadline is None else deadline - self._clock.monotonic())
+        except TimeoutError:
+            raise _deadline_exceeded() from None
+
+    def _departure(self, deadline: float | None) -> Outcome:
+        """The outcome of a call that ended without one: the client left, or its deadline passed during a write."""
+        is_late = deadline is not None and self._clock.monotonic() >= deadline
+        return failed(_deadline_exceeded()) if is_late else gone()
+
+    def _end(self, live: LiveRequest, outcome: Outcome, answer: Answer) -> None:
+        """Decides the outcome, once: the worker stops, queue and limits are told, the metrics count it."""
+        if not live.lifecycle.finish(outcome):
+            return
+        self._dispatcher.stop_work(live)
+        is_complete = outcome.finish_reason is not None
+        num_output_tokens = answer.num_completion_tokens if is_complete else len(live.output_token_ids)
+        live.closing = self._background.spawn(self._close(live, num_output_tokens), "close")
+        self._record(live, outcome, num_output_tokens)
+
+    async def _close(self, live: LiveRequest, num_output_tokens: int) -> None:
+        if live.admission is not None:
+            await asyncio.wait([live.admission])
+        try:
+            if live.is_enqueued:
+                await self._queue.finish(live.fleet_id)
+        except UnavailableError as error:  # the queue makes up for it when the store answers again
+            self._store.failed(error)
+        finally:
+            self._dispatcher.unregister(live)
+        if live.is_reserved:
+            await self._limiter.settle(
+                live.request.tenant.tenant_id,
+                live.fleet_id,
+                num_prompt_tokens=len(live.request.prompt_token_ids),
+                num_output_tokens=num_output_tokens,
+            )
+
+    async def _closed(self, live: LiveRequest) -> None:
+        """Waits until the store has forgotten the request, so that its id is free when the client hears of the end."""
+        if live.closing is not None:
+            await asyncio.wait([live.closing], timeout=_CLOSE_WAIT_S)
+
+    def _record(self, live: LiveRequest, outcome: Outcome, num_output_tokens: int) -> None:
+        metrics, band = self._metrics, live.request.band.name.lower()
+        metrics.requests.labels(band, live.lifecycle.state.value).inc()
+        if outcome.error is not None:
+            metrics.rejected.labels(outcome.error.reason.name).inc()
+        metrics.prompt_tokens.labels(band).inc(len(live.request.prompt_token_ids))
+        metrics.cached_prompt_tokens.labels(band).inc(live.cached_prompt_tokens)
+        metrics.completion_tokens.labels(band).inc(num_output_tokens)
+        if live.first_token_at is not None and live.last_token_at is not None:
+            metrics.ttft.labels(band).observe(live.first_token_at - live.arrived)
+            if num_output_tokens > 1:
+                gap = (live.last_token_at - live.first_token_at) / (num_output_tokens - 1)
+                metrics.tpot.labels(band).observe(gap)
+        _log.info(
+            "request_ended",
+            state=live.lifecycle.state.value,
+            reason=outcome.error.reason.name if outcome.error is not None else None,
+            prompt_tokens=len(live.request.prompt_token_ids),
+            output_tokens=num_output_tokens,
+            total_s=round(self._clock.monotonic() - live.arrived, 4),
+        )
+
+
+def _draining() -> UnavailableError:
+    return UnavailableError(
+        "this gateway is shutting down; another one can serve", reason=Reason.DRAINING, retry_after_s=1.0
+    )
+
+
+def _deadline_exceeded() -> DeadlineExceededError:
+    return DeadlineExceededError("the client's own deadline passed")

@@ -1,0 +1,107 @@
+"""What has to be looked at from time to time: this gateway's sign of life, and requests that have waited too long."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+
+from common.clock import Clock
+from common.errors import LimitExceededError, TidegateError, UnavailableError
+from common.metrics import GatewayMetrics
+from common.types import Reason
+from gateway.background import Background
+from gateway.dispatcher import Dispatcher
+from gateway.lifecycle import RequestState, failed
+from gateway.live import LiveRequest
+from gateway.placement.fleet import Fleet
+from gateway.queueing.queue import Queue
+from gateway.store_health import StoreHealth
+
+_SWEEP_S = 0.25
+
+
+@dataclass(frozen=True, slots=True)
+class HousekeeperSettings:
+    """Bounds in seconds; see GatewaySettings."""
+
+    queue_ttl_s: float
+    no_worker_timeout_s: float
+    heartbeat_s: float
+    heartbeat_ttl_s: float
+
+
+class Housekeeper:
+    """Owner of the heartbeat and of the bounds of waiting."""
+
+    def __init__(
+        self,
+        dispatcher: Dispatcher,
+        queue: Queue,
+        fleet: Fleet,
+        store: StoreHealth,
+        metrics: GatewayMetrics,
+        clock: Clock,
+        settings: HousekeeperSettings,
+    ) -> None:
+        self._dispatcher = dispatcher
+        self._queue = queue
+        self._fleet = fleet
+        self._store = store
+        self._metrics = metrics
+        self._clock = clock
+        self._settings = settings
+
+    def start(self, background: Background) -> None:
+        """Starts the loops."""
+        background.run(self._heartbeat_loop, "heartbeat")
+        background.run(self._sweep_loop, "sweep")
+
+    async def _heartbeat_loop(self) -> None:
+        while True:
+            try:
+                unknown = await self._queue.heartbeat(ttl_s=self._settings.heartbeat_ttl_s)
+                depths = await self._queue.depths()
+            except UnavailableError as error:
+                self._store.failed(error)
+            else:
+                self._store.answered()
+                for fleet_id in unknown:
+                    self._on_unknown(fleet_id)
+                for depth in depths:
+                    band = depth.band.name.lower()
+                    self._metrics.queue_depth.labels(band).set(depth.num_waiting)
+                    self._metrics.queue_oldest_wait.labels(band).set(depth.oldest_wait_s)
+            await asyncio.sleep(self._settings.heartbeat_s)
+
+    def _on_unknown(self, fleet_id: str) -> None:
+        """The queue has lost a request: a running one goes on, a waiting one would wait for ever."""
+        live = self._dispatcher.find(fleet_id)
+        if live is None or live.lifecycle.is_ended:
+            return
+        live.is_unknown_to_queue = True
+        if live.lifecycle.state is RequestState.QUEUED:
+            message = "the queue has lost the request"
+            live.end(failed(UnavailableError(message, reason=Reason.STORE_UNAVAILABLE, retry_after_s=1.0)))
+
+    async def _sweep_loop(self) -> None:
+        """Ends requests that have waited too long."""
+        while True:
+            await asyncio.sleep(_SWEEP_S)
+            now = self._clock.monotonic()
+            for live in self._dispatcher.live:
+                if live.lifecycle.state is RequestState.QUEUED:
+                    error = self._overdue(live, now)
+                    if error is not None:
+                        live.end(failed(error))
+
+    def _overdue(self, live: LiveRequest, now: float) -> TidegateError | None:
+        limits = self._settings
+        model = live.request.model.limits.model
+        unserved_s = min(self._fleet.unserved_s(model), now - live.queued_at)
+        if unserved_s >= limits.no_worker_timeout_s and self._fleet.num_ready(model) == 0:
+            message = f"no worker has served {model} for {unserved_s:.0f} s"
+            return UnavailableError(message, reason=Reason.NO_WORKERS, retry_after_s=limits.no_worker_timeout_s)
+        if now - live.queued_at >= limits.queue_ttl_s and self._fleet.num_ready(model) > 0:
+            message = f"waited {limits.queue_ttl_s:g} s in the queue, the most that is allowed here"
+            return LimitExceededError(message, reason=Reason.QUEUE_TTL, retry_after_s=limits.queue_ttl_s / 4)
+        return None

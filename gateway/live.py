@@ -1,0 +1,161 @@
+"""One request while the gateway holds its client's stream: what it is, where it runs, what it has produced."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+
+from common.types import Band, FinishReason, PositionLogprobs, SamplingParams, Usage
+from gateway.lifecycle import Lifecycle, Outcome, RequestState
+from gateway.mailbox import Mailbox
+from gateway.placement.model import ServedModel
+from gateway.placement.worker import Submission, TokensEvent
+from gateway.queueing.queue import Claim, QueueEntry
+from gateway.tenants import Tenant
+
+
+@dataclass(frozen=True, slots=True)
+class ReadyRequest:
+    """Checked, tokenized, with every default filled in."""
+
+    request_id: str  # the client's, or chosen by the gateway
+    tenant: Tenant
+    band: Band
+    model: ServedModel
+    prompt_token_ids: tuple[int, ...]
+    sampling: SamplingParams
+    stop: tuple[str, ...]
+    return_token_ids: bool
+
+    @property
+    def fleet_id(self) -> str:
+        """Unique in the fleet."""
+        return fleet_request_id(self.tenant.tenant_id, self.request_id)
+
+
+def fleet_request_id(tenant_id: str, request_id: str) -> str:
+    """The id of a tenant's request inside the fleet."""
+    return f"{tenant_id}/{request_id}"
+
+
+class LiveRequest:
+    """Owned by its handler; the dispatcher writes claim, output and mailbox. All on one event loop."""
+
+    def __init__(self, request: ReadyRequest, arrived: float) -> None:
+        """`arrived`: monotonic seconds."""
+        self.request = request
+        self.fleet_id = request.fleet_id
+        self.lifecycle = Lifecycle()
+        self.mailbox = Mailbox()
+        self.claim: Claim | None = None
+        self.output_token_ids: list[int] = []  # of all attempts, as received
+        self.cached_prompt_tokens = 0
+        self.num_losses = 0
+        self.num_refusals = 0  # in a row, by workers without room
+        self.is_unknown_to_queue = False
+        self.is_reserved = False
+        self.is_enqueued = False
+        self.admission: asyncio.Task[None] | None = None
+        self.closing: asyncio.Task[None] | None = None
+        self.arrived = arrived
+        self.accepted_at = arrived  # queued first
+        self.queued_at = arrived  # queued last
+        self.taken_at: float | None = None  # by a worker, first
+        self.first_token_at: float | None = None
+        self.last_token_at: float | None = None
+
+    def __repr__(self) -> str:
+        return f"LiveRequest({self.fleet_id}, {self.lifecycle.state.value}, output={len(self.output_token_ids)})"
+
+    @property
+    def num_input_tokens(self) -> int:
+        """Tokens that a worker has to compute before the next new one."""
+        return len(self.request.prompt_token_ids) + len(self.output_token_ids)
+
+    def queue_entry(self, owner: str, *, credit_output_tokens: int, max_pool_tokens: int | None) -> QueueEntry:
+        """The request as the queue knows it. The credit is cut to the largest pool, so that it can be had at all."""
+        needed = self.num_input_tokens + min(self.request.sampling.max_tokens, credit_output_tokens)
+        return QueueEntry(
+            request_id=self.fleet_id,
+            owner=owner,
+            model=self.request.model.limits.model,
+            tenant=self.request.tenant.tenant_id,
+            band=self.request.band,
+            num_input_tokens=self.num_input_tokens,
+            num_tokens_needed=needed if max_pool_tokens is None else min(needed, max_pool_tokens),
+        )
+
+    def submission(self, attempt: int) -> Submission:
+        """The next attempt, which goes on after the tokens received so far."""
+        return Submission(
+            request_id=self.fleet_id,
+            attempt=attempt,
+            prompt_token_ids=self.request.prompt_token_ids,
+            output_token_ids=tuple(self.output_token_ids),
+            sampling=self.request.sampling,
+            band=self.request.band,
+            cache_salt=self.request.tenant.cache_salt,
+        )
+
+    def enter_queue(self, now: float) -> None:
+        """It waits for the first time. Before the store knows: a claim may come before the store's answer does."""
+        self.lifecycle.advance(RequestState.QUEUED)
+        self.accepted_at = self.queued_at = now
+
+    def begin(self, claim: Claim, now: float) -> None:
+        """A worker is to take it."""
+        if self.lifecycle.state is not RequestState.QUEUED:
+            self.lifecycle.advance(RequestState.QUEUED)
+        self.lifecycle.advance(RequestState.DISPATCHED)
+        self.claim = claim
+        if self.taken_at is None:
+            self.taken_at = now
+
+    def back_to_queue(self, now: float) -> None:
+        """Its claim is void: it waits again."""
+        self.claim = None
+        self.queued_at = now
+        if self.lifecycle.state is not RequestState.QUEUED:
+            self.lifecycle.advance(RequestState.QUEUED)
+
+    def is_running_on(self, worker_id: str, attempt: int) -> bool:
+        """Whether an event of that attempt on that worker is about the present."""
+        claim = self.claim
+        is_current = claim is not None and claim.worker_id == worker_id and claim.attempt == attempt
+        return is_current and not self.lifecycle.is_ended
+
+    def receive(self, event: TokensEvent, now: float) -> None:
+        """Takes in new tokens of the current attempt."""
+        if event.token_ids:
+            if self.lifecycle.state is RequestState.DISPATCHED:
+                self.lifecycle.advance(RequestState.STREAMING)
+            if self.first_token_at is None:
+                self.first_token_at = now
+            self.last_token_at = now
+            self.num_refusals = 0
+        if event.cached_prompt_tokens and not self.output_token_ids:
+            # A later attempt finds tokens that this request itself has left: that is no saving to tell of.
+            self.cached_prompt_tokens = min(event.cached_prompt_tokens, len(self.request.prompt_token_ids))
+        self.output_token_ids.extend(event.token_ids)
+        self.put_tokens(event.token_ids, event.logprobs, event.finish_reason)
+
+    def put_tokens(
+        self, token_ids: tuple[int, ...], logprobs: tuple[PositionLogprobs, ...], reason: FinishReason | None
+    ) -> None:
+        """Hands tokens to the client's stream; the worker is done with it if a reason is given."""
+        if reason is not None:
+            self.claim = None
+        if token_ids or reason is not None:
+            self.mailbox.put_tokens(token_ids, logprobs, reason)
+
+    def end(self, outcome: Outcome) -> None:
+        """Asks the handler to end it."""
+        self.mailbox.put_end(outcome)
+
+    def usage(self, num_completion_tokens: int) -> Usage:
+        """What it used so far."""
+        return Usage(
+            prompt_tokens=len(self.request.prompt_token_ids),
+            cached_prompt_tokens=self.cached_prompt_tokens,
+            completion_tokens=num_completion_tokens,
+        )

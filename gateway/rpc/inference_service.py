@@ -1,0 +1,124 @@
+"""What clients call."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from typing import Any
+
+from common.clock import Clock
+from common.errors import InvalidRequestError, SlowConsumerError
+from common.rpc.interceptors import IDENTITY
+from gateway.answer import Accepted, Event, Finished, TextDelta
+from gateway.dispatcher import Dispatcher
+from gateway.handler import Handler
+from gateway.live import fleet_request_id
+from gateway.placement.fleet import Fleet
+from gateway.prompts import PromptReader
+from gateway.requests import TokenPrompt, check_prompt, check_request_id
+from gateway.rpc.codec import decode_generate, decode_prompt, encode_complete, encode_event
+from gateway.tenants import Tenant
+from protos.inference.v1 import inference_pb2, inference_pb2_grpc
+
+SERVICE_NAME = "inference.v1.Inference"
+
+
+class InferenceService(inference_pb2_grpc.InferenceServicer):
+    """Translates; the handler does the work."""
+
+    def __init__(
+        self,
+        handler: Handler,
+        dispatcher: Dispatcher,
+        fleet: Fleet,
+        prompts: PromptReader,
+        clock: Clock,
+        *,
+        slow_consumer_s: float,
+    ) -> None:
+        """`slow_consumer_s`: seconds that one write may wait for its reader."""
+        self._handler = handler
+        self._dispatcher = dispatcher
+        self._fleet = fleet
+        self._prompts = prompts
+        self._clock = clock
+        self._slow_consumer_s = slow_consumer_s
+
+    async def Generate(  # type: ignore[override]  # writes through the context: a slow reader is noticed there
+        self, request: inference_pb2.GenerateRequest, context: Any
+    ) -> None:
+        """Streams one answer."""
+        async with aclosing(self._events(request, context)) as events:
+            async for event in events:
+                if isinstance(event, Accepted):
+                    token_bytes = event.request.model.text.token_bytes
+                message = encode_event(event, token_bytes)
+                try:
+                    async with asyncio.timeout(self._slow_consumer_s):
+                        await context.write(message)
+                except TimeoutError:
+                    await events.athrow(SlowConsumerError(f"nothing was read for {self._slow_consumer_s:g} s"))
+
+    async def Complete(self, request: inference_pb2.GenerateRequest, context: Any) -> inference_pb2.CompleteResponse:
+        """The same as Generate, in one message."""
+        accepted: Accepted | None = None
+        finished: Finished | None = None
+        deltas: list[TextDelta] = []
+        async with aclosing(self._events(request, context)) as events:
+            async for event in events:
+                match event:
+                    case Accepted():
+                        accepted = event
+                    case TextDelta():
+                        deltas.append(event)
+                    case Finished():
+                        finished = event
+        assert accepted is not None, "an answer starts with Accepted"
+        assert finished is not None, "an answer that does not fail ends with Finished"
+        return encode_complete(accepted, deltas, finished)
+
+    def _events(self, request: inference_pb2.GenerateRequest, context: Any) -> AsyncGenerator[Event, None]:
+        left_s = context.time_remaining()
+        deadline = None if left_s is None else self._clock.monotonic() + left_s
+        return self._handler.generate(_tenant(), decode_generate(request), deadline)
+
+    async def Cancel(self, request: inference_pb2.CancelRequest, context: Any) -> inference_pb2.CancelResponse:
+        """Ends a live request of the caller's tenant, wherever it runs."""
+        check_request_id(request.request_id)
+        if not request.request_id:
+            raise InvalidRequestError.of_field("request_id", "is empty; it is the one in Accepted")
+        await self._dispatcher.cancel(fleet_request_id(_tenant().tenant_id, request.request_id))
+        return inference_pb2.CancelResponse()
+
+    async def CountTokens(
+        self, request: inference_pb2.CountTokensRequest, context: Any
+    ) -> inference_pb2.CountTokensResponse:
+        """Counts the tokens that a prompt would take."""
+        model = self._fleet.find_model(request.model)
+        prompt = check_prompt(decode_prompt(request), model.limits)
+        assert not isinstance(prompt, TokenPrompt), "the message has no such field"
+        num_tokens = await self._prompts.count(prompt, model)
+        return inference_pb2.CountTokensResponse(num_tokens=num_tokens, context_length=model.limits.context_length)
+
+    async def ListModels(
+        self, request: inference_pb2.ListModelsRequest, context: Any
+    ) -> inference_pb2.ListModelsResponse:
+        """Lists the models that this gateway knows."""
+        models = [
+            inference_pb2.Model(
+                name=model.limits.model,
+                context_length=model.limits.context_length,
+                vocab_size=model.limits.vocab_size,
+                num_workers=self._fleet.num_ready(model.limits.model),
+            )
+            for model in self._fleet.models
+        ]
+        return inference_pb2.ListModelsResponse(models=models)
+
+
+def _tenant() -> Tenant:
+    tenant = IDENTITY.get()
+    if not isinstance(tenant, Tenant):
+        raise TypeError("the service must stand behind the tenants' authenticator")
+    return tenant

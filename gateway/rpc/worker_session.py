@@ -1,0 +1,264 @@
+"""One session with one worker over gRPC: a task reads events, another writes commands, a third watches for silence."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from typing import Any
+
+import grpc
+import structlog
+
+from common.errors import UnavailableError
+from common.rpc.fleet_key import fleet_metadata
+from common.types import ClaimRef, ModelDescription, ModelLimits, Reason
+from gateway.placement.model import ServedModel
+from gateway.placement.worker import RejectedEvent, SessionListener, Submission, TokensEvent, WorkerState
+from gateway.rpc import worker_codec
+from gateway.rpc.worker_codec import ProtocolError
+from protos.inference.v1 import worker_pb2, worker_pb2_grpc
+
+_log = structlog.get_logger(__name__)
+
+_TICKS = 5  # looks of the watchdog within the allowed silence
+
+
+@dataclass(frozen=True, slots=True)
+class SessionSettings:
+    """How a session is opened and watched; see GatewaySettings."""
+
+    gateway_id: str
+    fleet_key: str
+    silence_s: float
+    max_loop_age_s: float
+    connect_timeout_s: float
+
+
+class SessionFailedError(Exception):
+    """The worker could not be reached or does not speak the protocol; the message says which."""
+
+
+async def describe(stub: Any, settings: SessionSettings) -> ModelDescription:
+    """Asks a worker for its model. Raises SessionFailedError."""
+    try:
+        async with asyncio.timeout(settings.connect_timeout_s):
+            call = stub.Describe(worker_pb2.DescribeRequest(), metadata=fleet_metadata(settings.fleet_key))
+            return worker_codec.decode_description(b"".join([message.chunk async for message in call]))
+    except TimeoutError as error:
+        raise SessionFailedError("no description in time") from error
+    except grpc.aio.AioRpcError as error:
+        raise SessionFailedError(f"{error.code().name}: {error.details()}") from error
+    except ProtocolError as error:
+        raise SessionFailedError(f"bad description: {error}") from error
+
+
+class GrpcWorkerSession:
+    """A `WorkerSession`. Lives from the open to the end of its stream; `run` is its whole life.
+
+    On the wire each submission has an id of its own, `<request id>#<number>`: a request id may be used again while
+    events of its former use are still on the way, and these must not be taken for the new one's.
+    """
+
+    def __init__(
+        self,
+        stub: worker_pb2_grpc.WorkerAsyncStub,
+        model: ServedModel,
+        listener: SessionListener,
+        settings: SessionSettings,
+    ) -> None:
+        self._stub = stub
+        self._model = model
+        self._listener = listener
+        self._settings = settings
+        self._worker_id = ""
+        self._epoch = 0
+        self._limits = model.limits
+        self._state = WorkerState.CONNECTING
+        self._is_announced = False  # to the listener
+        self._commands: asyncio.Queue[worker_pb2.SessionCommand] = asyncio.Queue()
+        self._numbers = itertools.count(1)
+        self._current: dict[str, tuple[str, int]] = {}  # request id -> wire id and attempt of its latest submission
+        self._num_silent_ticks = 0
+
+    def __repr__(self) -> str:
+        return f"GrpcWorkerSession({self._worker_id or '?'}, {self._state.value}, running={len(self._current)})"
+
+    @property
+    def worker_id(self) -> str:
+        """The worker's id, once the session is open."""
+        return self._worker_id
+
+    @property
+    def epoch(self) -> int:
+        """The worker's start, once the session is open."""
+        return self._epoch
+
+    @property
+    def state(self) -> WorkerState:
+        """Where the session is."""
+        return self._state
+
+    @property
+    def limits(self) -> ModelLimits:
+        """What the worker's model and pool allow."""
+        return self._limits
+
+    def submit(self, submission: Submission) -> None:
+        """Sends it. Raises UnavailableError if the session is over."""
+        if self._state not in (WorkerState.READY, WorkerState.DRAINING):
+            raise UnavailableError(f"worker {self._worker_id} is {self._state.value}", reason=Reason.WORKER_LOST)
+        wire_id = f"{submission.request_id}#{next(self._numbers)}"
+        self._current[submission.request_id] = (wire_id, submission.attempt)
+        self._commands.put_nowait(worker_codec.encode_submit(submission, wire_id))
+
+    def abort(self, request_id: str, attempt: int) -> None:
+        """Tells the worker to stop it; its later events are dropped here."""
+        wire_id, current_attempt = self._current.get(request_id, ("", 0))
+        if current_attempt == attempt:
+            del self._current[request_id]
+            abort = worker_pb2.Abort(request_id=wire_id, attempt=attempt)
+            self._commands.put_nowait(worker_pb2.SessionCommand(abort=abort))
+
+    def drain(self) -> None:
+        """The worker takes no new requests: it says so, or is said to."""
+        if self._state is WorkerState.READY:
+            self._state = WorkerState.DRAINING
+            self._listener.on_change()
+
+    async def run(self) -> None:
+        """Opens the session and passes on what comes, until it ends. Raises SessionFailedError unless it was open."""
+        call = self._stub.Session(metadata=fleet_metadata(self._settings.fleet_key))
+        helpers = [asyncio.create_task(self._write(call)), asyncio.create_task(self._watch(call))]
+        failure = "the stream ended"
+        try:
+            events = aiter(call)
+            await self._open(events)
+            async for event in events:
+                self._num_silent_ticks = 0
+                self._on_event(event)
+        except grpc.aio.AioRpcError as error:
+            failure = f"{error.code().name}: {error.details()}"
+        except TimeoutError:
+            failure = "not opened in time"
+        except ProtocolError as error:
+            failure = str(error)
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if task is not None and task.cancelling():
+                raise
+            failure = "cut by the watchdog"
+        finally:
+            call.cancel()
+            for helper in helpers:
+                helper.cancel()
+            self._end()
+            await asyncio.gather(*helpers, return_exceptions=True)
+        if not self._is_announced:
+            raise SessionFailedError(failure)
+        _log.info("session_ended", worker_id=self._worker_id, state=self._state.value, cause=failure)
+
+    async def _open(self, events: AsyncIterator[worker_pb2.SessionEvent]) -> None:
+        self._commands.put_nowait(worker_pb2.SessionCommand(open=worker_pb2.Open(gateway_id=self._settings.gateway_id)))
+        async with asyncio.timeout(self._settings.connect_timeout_s):
+            first = await anext(events, None)
+        if first is None or not first.HasField("opened"):
+            raise ProtocolError("the first event is not Opened")
+        self._worker_id, self._epoch = first.opened.worker_id, first.opened.epoch
+        self._limits = worker_codec.decode_limits(first.opened.limits)
+        if self._limits.model != self._model.limits.model:
+            raise ProtocolError(f"described {self._model.limits.model}, opened {self._limits.model}")
+        self._num_silent_ticks = 0
+        self._state = WorkerState.READY
+        if not self._listener.on_ready(self, self._model):
+            self._state = WorkerState.CONNECTING
+            raise ProtocolError(f"a session with worker {self._worker_id} is open already")
+        self._is_announced = True
+
+    def _end(self) -> None:
+        if self._state is not WorkerState.CLOSED:
+            self._state = WorkerState.LOST
+        self._current.clear()
+        if self._is_announced:
+            self._listener.on_end(self._worker_id, self._epoch, self._state)
+
+    def _on_event(self, event: worker_pb2.SessionEvent) -> None:
+        match event.WhichOneof("event"):
+            case "step":
+                self._on_step(event.step)
+            case "rejected":
+                self._on_rejected(event.rejected)
+            case "goodbye":
+                is_planned = worker_codec.decode_reason(event.goodbye.reason) is Reason.DRAINING
+                self._state = WorkerState.CLOSED if is_planned else WorkerState.LOST
+            case kind:
+                raise ProtocolError(f"unexpected event {kind}")
+
+    def _on_step(self, step: worker_pb2.Step) -> None:
+        for output in step.outputs:
+            request_id = self._request_id(output.request_id)
+            if request_id is None:
+                continue
+            finish_reason = worker_codec.decode_finish_reason(output.finish_reason)
+            if finish_reason is not None:
+                del self._current[request_id]
+            event = TokensEvent(
+                request_id=request_id,
+                attempt=output.attempt,
+                token_ids=tuple(output.token_ids),
+                logprobs=tuple(map(worker_codec.decode_logprobs, output.logprobs)),
+                finish_reason=finish_reason,
+                cached_prompt_tokens=output.cached_prompt_tokens,
+            )
+            self._listener.on_tokens(self._worker_id, event)
+        if step.HasField("usage"):
+            accounted = tuple(self._claim_refs(step.usage))
+            self._listener.on_usage(self._worker_id, worker_codec.decode_usage(step.usage, accounted))
+        if step.loop_age_s > self._settings.max_loop_age_s:
+            raise ProtocolError(f"the engine loop has made no progress for {step.loop_age_s:.1f} s")
+
+    def _on_rejected(self, rejected: worker_pb2.Rejected) -> None:
+        request_id = self._request_id(rejected.request_id)
+        reason = worker_codec.decode_reason(rejected.reason)
+        if reason is Reason.DRAINING:
+            self.drain()
+        if request_id is not None:
+            del self._current[request_id]
+            event = RejectedEvent(request_id, rejected.attempt, reason, rejected.message)
+            self._listener.on_rejected(self._worker_id, event)
+
+    def _request_id(self, wire_id: str) -> str | None:
+        """The request of an event, or None if that submission is no longer of interest."""
+        request_id = wire_id.rpartition("#")[0]
+        known = self._current.get(request_id)
+        return request_id if known is not None and known[0] == wire_id else None
+
+    def _claim_refs(self, usage: worker_pb2.BlockUsage) -> list[ClaimRef]:
+        refs = []
+        for ref in usage.accounted:
+            request_id = ref.request_id.rpartition("#")[0]
+            known = self._current.get(request_id)
+            # The claim of a former use of the id is gone with it; naming it would undo the present one's.
+            if known is None or known[0] == ref.request_id:
+                refs.append(ClaimRef(request_id, ref.attempt))
+        return refs
+
+    async def _write(self, call: Any) -> None:
+        try:
+            while True:
+                await call.write(await self._commands.get())
+        except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
+            return  # the stream is over, which the reader learns with the cause
+
+    async def _watch(self, call: Any) -> None:
+        """Cuts the stream after too long a silence. Counts looks, not time: a stall of this process is no silence."""
+        while True:
+            await asyncio.sleep(self._settings.silence_s / _TICKS)
+            if self._state is WorkerState.CONNECTING:
+                continue
+            self._num_silent_ticks += 1
+            if self._num_silent_ticks > _TICKS:
+                _log.warning("worker_silent", worker_id=self._worker_id, silence_s=self._settings.silence_s)
+                call.cancel()
+                return

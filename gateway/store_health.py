@@ -1,0 +1,41 @@
+"""Whether the queue's store answers, as everybody who calls it has seen last."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import structlog
+
+from common.metrics import GatewayMetrics
+
+_log = structlog.get_logger(__name__)
+
+
+class StoreHealth:
+    """One line in the log for each change, a metric, and a word to whoever shows the gateway's health."""
+
+    def __init__(self, metrics: GatewayMetrics, on_change: Callable[[], None]) -> None:
+        self._metrics = metrics
+        self._on_change = on_change
+        self.is_up = False  # until the first answer
+        self._is_reported_down = False
+
+    def answered(self) -> None:
+        """A call got its answer."""
+        if not self.is_up:
+            self.is_up = True
+            self._metrics.store_up.set(1)
+            _log.info("store_up")
+            self._is_reported_down = False
+            self._on_change()
+
+    def failed(self, error: Exception) -> None:
+        """A call did not reach it."""
+        self._metrics.store_errors.inc()
+        if not self._is_reported_down:
+            self._is_reported_down = True
+            _log.warning("store_down", error=str(error))
+        if self.is_up:
+            self.is_up = False
+            self._metrics.store_up.set(0)
+            self._on_change()
