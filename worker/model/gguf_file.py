@@ -88,7 +88,7 @@ def _config(header: GgufHeader, places: Mapping[str, TensorPlace], name: str, fi
     if "embed" not in places:
         raise ModelLoadError(f"{name} has no tensor token_embd.weight")
     heads = int(get("attention.head_count"))
-    head_dim = int(get("attention.key_length", int(get("embedding_length")) // heads))
+    head_dim = int(get("attention.key_length", int(get("embedding_length")) // max(1, heads)))
     for key in ("attention.value_length", "rope.dimension_count"):
         if int(get(key, head_dim)) != head_dim:
             raise ModelLoadError(f"{name} has {architecture}.{key} {get(key)}; supported is the head size, {head_dim}")

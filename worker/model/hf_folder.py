@@ -100,7 +100,7 @@ def folder_config(raw: Mapping[str, Any], name: str) -> ModelConfig:
         num_layers=int(need("num_hidden_layers")),
         num_heads=heads,
         num_kv_heads=int(raw.get("num_key_value_heads") or heads),
-        head_dim=int(raw.get("head_dim") or int(need("hidden_size")) // heads),
+        head_dim=int(raw.get("head_dim") or int(need("hidden_size")) // max(1, heads)),
         max_positions=stretched_positions(positions, scaling),
         rms_norm_eps=float(need("rms_norm_eps")),
         rope_theta=theta,
