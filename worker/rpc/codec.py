@@ -1,4 +1,4 @@
-"""Messages of worker.proto to the engine's words and back. Ranges are the engine's to check: one truth, one place."""
+"""Messages of worker.proto to the engine's words and back; what model and pool allow is the engine's to check."""
 
 from __future__ import annotations
 
@@ -12,6 +12,20 @@ from protos.inference.v1 import types_pb2, worker_pb2
 from worker.engine.events import RequestOutput, RequestRejected
 
 DESCRIBE_CHUNK_BYTES = 1 << 20
+MAX_STOP_TOKEN_IDS = 64
+MAX_LOGIT_BIAS = 1024
+_RANGES: dict[str, tuple[float, float]] = {  # both ends allowed; a NaN is in none
+    "temperature": (0, 100),
+    "top_k": (0, 2**31 - 1),
+    "top_p": (0, 1),
+    "min_p": (0, 1),
+    "repetition_penalty": (1e-45, 10),
+    "presence_penalty": (-2, 2),
+    "frequency_penalty": (-2, 2),
+    "logprobs": (0, 20),
+}
+_BIAS_RANGE = (-100, 100)
+
 MAX_ID_BYTES = 512
 """A request id is a tenant's and a client's, at most 64 and 128 characters; this is room to spare."""
 
@@ -47,7 +61,11 @@ def submission_from_proto(message: worker_pb2.Submit, limits: ModelLimits) -> Su
 
 
 def sampling_from_proto(message: types_pb2.SamplingParams, *, default_max_tokens: int) -> SamplingParams:
-    """Fills in the defaults that types.proto names; a missing seed becomes 0."""
+    """Checks the ranges and fills in the defaults that types.proto names; a missing seed becomes 0.
+
+    Raises InvalidRequestError: the gateway has checked all this, but a worker believes nobody.
+    """
+    _check_ranges(message)
 
     def given(name: str, default: float) -> Any:
         return getattr(message, name) if message.HasField(name) else default  # type: ignore[arg-type]
@@ -68,6 +86,22 @@ def sampling_from_proto(message: types_pb2.SamplingParams, *, default_max_tokens
         logprobs=message.logprobs if message.HasField("logprobs") else None,
         ignore_eos=message.ignore_eos,
     )
+
+
+def _check_ranges(message: types_pb2.SamplingParams) -> None:
+    for name, (low, high) in _RANGES.items():
+        value = getattr(message, name)
+        if message.HasField(name) and not low <= value <= high:  # type: ignore[arg-type]
+            raise InvalidRequestError.of_field(f"sampling.{name}", f"{value}; allowed are {low} to {high}")
+    for name, most in (("stop_token_ids", MAX_STOP_TOKEN_IDS), ("logit_bias", MAX_LOGIT_BIAS)):
+        count = len(getattr(message, name))
+        if count > most:
+            raise InvalidRequestError.of_field(f"sampling.{name}", f"{count} entries; at most {most} are allowed")
+    low, high = _BIAS_RANGE
+    for token_id, bias in message.logit_bias.items():
+        if not low <= bias <= high:
+            what = f"{bias} for token {token_id}; allowed are {low} to {high}"
+            raise InvalidRequestError.of_field("sampling.logit_bias", what)
 
 
 def _band_from_proto(value: int) -> Band:
