@@ -146,7 +146,8 @@ class GrpcWorkerSession:
             failure = str(error)
         except asyncio.CancelledError:
             task = asyncio.current_task()
-            if task is not None and task.cancelling():
+            if task is not None and task.cancelling():  # this gateway stops: nobody here needs to be told
+                self._state, self._is_announced = WorkerState.CLOSED, False
                 raise
             failure = "cut by the watchdog"
         finally:
