@@ -10,6 +10,7 @@ from random import Random
 import grpc
 import structlog
 
+from common.rpc.fleet_key import fleet_metadata
 from protos.inference.v1 import fleet_pb2, fleet_pb2_grpc
 from worker.rpc.identity import Identity
 
@@ -41,7 +42,7 @@ class Announcer:
         self._announcement = fleet_pb2.AnnounceRequest(
             worker_id=identity.worker_id, epoch=identity.epoch, address=address, model=model
         )
-        self._metadata = (("authorization", f"Bearer {fleet_key}"),) if fleet_key else ()
+        self._metadata = fleet_metadata(fleet_key)
         self._random = random
 
     async def run(self) -> None:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import hmac
 import ipaddress
 
 from common.errors import UnauthenticatedError
+from common.rpc.fleet_key import fleet_authenticator
 from common.types import Reason
 
 
@@ -13,25 +13,16 @@ class FleetKey:
     """The deployment's shared secret. Empty: calls from this host only, without a key."""
 
     def __init__(self, key: str) -> None:
-        self._key = key.encode()
-
-    def __repr__(self) -> str:
-        return f"FleetKey({'set' if self._key else 'not set'})"
+        self._authenticate = fleet_authenticator(key) if key else None
 
     def authenticate(self, token: str | None) -> None:
         """Raises UnauthenticatedError if a key is needed and `token` is not it."""
-        if not self._key:
-            return
-        if token is None:
-            raise UnauthenticatedError(
-                "authorization: the fleet key is missing; send 'Bearer <fleet key>'", reason=Reason.MISSING_CREDENTIAL
-            )
-        if not hmac.compare_digest(token.encode(), self._key):
-            raise UnauthenticatedError("authorization: this is not the fleet key")
+        if self._authenticate is not None:
+            self._authenticate(token)
 
     def check_peer(self, peer: str) -> None:
         """Raises UnauthenticatedError for another host's call where no key is configured. `peer` as gRPC writes it."""
-        if not self._key and not _is_loopback(peer):
+        if self._authenticate is None and not _is_loopback(peer):
             raise UnauthenticatedError(
                 "this worker has no fleet key and takes calls from its own host only; set TIDEGATE_FLEET_KEY",
                 reason=Reason.MISSING_CREDENTIAL,

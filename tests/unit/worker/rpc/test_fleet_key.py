@@ -18,7 +18,7 @@ def test_a_wrong_key_is_refused(token: str) -> None:
     with pytest.raises(UnauthenticatedError) as caught:
         FleetKey("secret").authenticate(token)
     assert caught.value.reason is Reason.UNKNOWN_CREDENTIAL
-    assert "secret" not in str(caught.value).replace("sécret", "")
+    assert "secret" not in str(caught.value)
 
 
 def test_a_missing_key_is_named_as_missing() -> None:
@@ -47,7 +47,3 @@ def test_without_a_key_other_hosts_are_refused(peer: str) -> None:
 
 def test_a_mapped_loopback_address_is_the_own_host() -> None:
     FleetKey("").check_peer("ipv6:[::ffff:127.0.0.1]:4000")
-
-
-def test_the_key_is_not_shown() -> None:
-    assert "secret" not in repr(FleetKey("secret"))
