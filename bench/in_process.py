@@ -1,0 +1,88 @@
+"""An engine over a real model in this very process, without sessions, gateway or asyncio."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from common.types import ModelLimits
+from worker.cache.block import keyed_digest
+from worker.cache.manager import CacheManager
+from worker.cache.pool import BlockPool
+from worker.cache.storage import KVLayout
+from worker.engine.engine import Engine
+from worker.engine.scheduler import Scheduler, SchedulerConfig
+from worker.kernels import BACKENDS, load_backend
+from worker.model.loaded_model import LoadedModel
+from worker.model.runner import ModelRunner
+from worker.model.sampler import Sampler
+
+SESSION = 1
+"""The one session that an in-process engine has."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineOptions:
+    """How an engine is built; sizes as in the worker's settings."""
+
+    dtype: torch.dtype = torch.float32
+    backend: str = "cpu" if "cpu" in BACKENDS else "reference"
+    num_blocks: int | None = None  # None: as many as fit into kv_cache_mib
+    kv_cache_mib: int = 1024
+    block_size: int = 16
+    max_num_seqs: int = 64
+    max_num_batched_tokens: int = 512
+    max_chunk_tokens: int | None = None  # None: the whole budget
+    prefix_cache: bool = True
+    num_threads: int = 2
+
+
+def build_runner(
+    model: LoadedModel, options: EngineOptions, runner_type: type[ModelRunner] = ModelRunner
+) -> ModelRunner:
+    """Packs the weights and allocates the KV pool; `model.tensors` may be dropped afterwards."""
+    layout = KVLayout.of(model.config, options.block_size, options.dtype)
+    return runner_type(
+        model.config,
+        model.tensors,
+        backend=load_backend(options.backend),
+        dtype=options.dtype,
+        num_blocks=options.num_blocks or layout.num_blocks_in(options.kv_cache_mib),
+        block_size=options.block_size,
+        max_num_seqs=options.max_num_seqs,
+        max_num_batched_tokens=options.max_num_batched_tokens,
+        sampler=Sampler(model.config.vocab_size, model.text.eos_token_ids),
+        num_threads=options.num_threads,
+    )
+
+
+def build_engine(
+    model: LoadedModel,
+    runner: ModelRunner,
+    options: EngineOptions,
+    scheduler_type: type[Scheduler] = Scheduler,
+) -> tuple[Engine, CacheManager]:
+    """A fresh engine, with an empty pool and one open session, over a runner that may have served others before."""
+    manager = CacheManager(
+        BlockPool(runner.num_blocks), runner.block_size, keyed_digest(b""), prefix_cache=options.prefix_cache
+    )
+    scheduler = scheduler_type(
+        manager,
+        SchedulerConfig(
+            max_num_seqs=options.max_num_seqs,
+            max_num_batched_tokens=options.max_num_batched_tokens,
+            max_chunk_tokens=options.max_chunk_tokens or options.max_num_batched_tokens,
+        ),
+    )
+    limits = ModelLimits(
+        model=model.config.name,
+        context_length=model.config.max_positions,
+        vocab_size=model.config.vocab_size,
+        block_size=runner.block_size,
+        num_blocks=manager.pool.num_usable,
+        max_num_seqs=options.max_num_seqs,
+    )
+    engine = Engine(runner, scheduler, manager, limits, model.text.eos_token_ids)
+    engine.open_session(SESSION)
+    return engine, manager
