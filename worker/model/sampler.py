@@ -4,18 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from common.types import GREEDY_TEMPERATURE, PositionLogprobs, SamplingParams, TokenLogprob
 from worker.engine.batch import SampledToken
 from worker.engine.executor import SamplingError
 from worker.engine.request import Request
+from worker.model.filters import Floats, kept_tokens, ranked
 from worker.model.penalties import LogitEditor
 from worker.model.philox import uniform
 
 _BLOCK = 256  # weights are summed in blocks, so that a draw scans one block and the block sums
-_CANDIDATE_RATIOS = (1e-3, 1e-6, 0.0)  # of the greatest probability: where to cut before sorting
 
 
 class Sampler:
@@ -34,6 +36,8 @@ class Sampler:
         """`vocab_size` is the length of a row; `eos_token_ids` are masked while a minimum length is not met."""
         self._vocab_size = vocab_size
         self._editor = LogitEditor(eos_token_ids)
+        self._scaled = torch.empty(0, -(-vocab_size // _BLOCK) * _BLOCK)  # float32 [rows, vocab padded to blocks]
+        self._probs = torch.empty_like(self._scaled)
 
     @torch.inference_mode()
     def sample(self, logits: Tensor, requests: Sequence[Request]) -> list[SampledToken]:
@@ -76,26 +80,25 @@ class Sampler:
         token_ids: list[int],
     ) -> None:
         """Replaces the entries of `token_ids` for `rows`; `work` has the logits of edited rows, `best` all maxima."""
-        padded = -(-self._vocab_size // _BLOCK) * _BLOCK
-        scaled = torch.full((len(rows), padded), -torch.inf)
+        if len(rows) > len(self._scaled):
+            self._scaled = torch.full((len(rows), self._scaled.shape[1]), -torch.inf)
+            self._probs = torch.empty_like(self._scaled)
+        scaled = self._scaled[: len(rows)]
         for index, row in enumerate(rows):
             source = work[row] if row in work else logits[row]
             torch.sub(source, best[row], out=scaled[index, : self._vocab_size])
         inverse = torch.tensor([1.0 / requests[row].sampling.temperature for row in rows])
-        probs = torch.softmax(scaled.mul_(inverse.unsqueeze(1)), dim=-1)
+        scaled.mul_(inverse.unsqueeze(1))
+        probs = torch.softmax(scaled, dim=-1, out=self._probs[: len(rows)])
         points = [uniform(requests[row].sampling.seed, requests[row].num_tokens) for row in rows]
-        whole = []
+        sums = torch.cumsum(probs.view(len(rows), -1, _BLOCK).sum(dim=-1), dim=-1, dtype=torch.float64).numpy()
+        weights = probs.numpy()
         for index, row in enumerate(rows):
-            kept = _kept_tokens(probs[index], requests[row].sampling, self._vocab_size)
+            kept = kept_tokens(weights[index, : self._vocab_size], requests[row].sampling)
             if kept is None:
-                whole.append(index)
+                token_ids[row] = _invert_blocks(weights[index], sums[index], points[index])
             else:
-                token_ids[row] = int(kept[_invert(probs[index, kept], points[index])])
-        if whole:
-            block_sums = probs.view(len(rows), -1, _BLOCK).sum(dim=-1)
-            cumulative = torch.cumsum(block_sums, dim=-1, dtype=torch.float64)
-        for index in whole:
-            token_ids[rows[index]] = _invert_blocks(probs[index], cumulative[index], points[index])
+                token_ids[row] = int(kept[_invert(weights[index, kept], points[index])])
 
 
 def is_greedy(params: SamplingParams) -> bool:
@@ -115,58 +118,23 @@ def _first_maximum(logits: Tensor) -> tuple[Tensor, Tensor]:
     return logits.gather(1, ids.unsqueeze(1)).squeeze(1), ids
 
 
-def _kept_tokens(probs: Tensor, params: SamplingParams, vocab_size: int) -> Tensor | None:
-    """Ids that top-k, then top-p, then min-p leave, int64 [m] ascending; None if they leave every token.
-
-    Args:
-        probs: float32 [>= vocab_size], after temperature; ids beyond the vocabulary have probability 0.
-    """
-    top_k = params.top_k if params.top_k < vocab_size else 0
-    if not top_k and params.top_p >= 1.0 and params.min_p <= 0.0:
-        return None
-    greatest = probs.amax()
-    if not top_k and params.top_p >= 1.0:
-        return torch.nonzero(probs >= params.min_p * greatest).squeeze(1)
-    probs = probs[:vocab_size]
-    for ratio in _CANDIDATE_RATIOS:
-        ids = torch.nonzero(probs >= ratio * greatest if ratio else probs > 0).squeeze(1)
-        if len(ids) < top_k and ratio:
-            continue
-        values, order = torch.sort(probs[ids], descending=True, stable=True)
-        if top_k:
-            values, order = values[:top_k], order[:top_k]
-            total = float(values.sum(dtype=torch.float64))
-        else:
-            total = 1.0
-        if params.top_p >= 1.0:
-            break
-        reached = torch.cumsum(values, dim=0, dtype=torch.float64)
-        if ratio == 0.0 or float(reached[-1]) >= params.top_p * total:
-            # Tokens are needed until the sum is reached: the first one always, the last one to reach it included.
-            needed = 1 + int(torch.searchsorted(reached, params.top_p * total))
-            values, order = values[:needed], order[:needed]
-            break
-    if params.min_p > 0.0:
-        order = order[values >= params.min_p * greatest]
-    return torch.sort(ids[order]).values
+def _invert(weights: Floats, point: float) -> int:
+    """Index of the first weight at which the running sum exceeds `point` of the total; weights are [m], one is > 0."""
+    cumulative = np.cumsum(weights, dtype=np.float64)
+    return int(np.searchsorted(cumulative, point * cumulative[-1], side="right"))
 
 
-def _invert(weights: Tensor, point: float) -> int:
-    """Index of the first weight at which the running sum exceeds `point` of the total; weights are float32 [m] > 0."""
-    cumulative = torch.cumsum(weights, dim=0, dtype=torch.float64)
-    return int(torch.searchsorted(cumulative, point * cumulative[-1], right=True))
-
-
-def _invert_blocks(probs: Tensor, cumulative: Tensor, point: float) -> int:
-    """As `_invert` over a whole row, float32 [blocks * _BLOCK]; `cumulative` sums its blocks, float64 [blocks]."""
-    target = point * cumulative[-1]
-    block = int(torch.searchsorted(cumulative, target, right=True))
-    weights = probs[block * _BLOCK : (block + 1) * _BLOCK]
-    before = cumulative[block - 1] if block else 0.0
-    index = int(torch.searchsorted(torch.cumsum(weights, dim=0, dtype=torch.float64), target - before, right=True))
+def _invert_blocks(weights: Floats, sums: NDArray[np.float64], point: float) -> int:
+    """As `_invert` over a whole row, [blocks * _BLOCK]; `sums` are the running sums of its blocks, [blocks]."""
+    target = point * sums[-1]
+    block = int(np.searchsorted(sums, target, side="right"))
+    start = block * _BLOCK
+    inside = weights[start : start + _BLOCK]
+    before = sums[block - 1] if block else 0.0
+    index = int(np.searchsorted(np.cumsum(inside, dtype=np.float64), target - before, side="right"))
     if index == _BLOCK:  # the block's float32 sum was rounded up past the sum of its weights
-        index = int(torch.nonzero(weights)[-1])
-    return block * _BLOCK + index
+        index = int(np.flatnonzero(inside)[-1])
+    return start + index
 
 
 def _raw_logprobs(logits: Tensor, requests: Sequence[Request], token_ids: Sequence[int]) -> dict[int, PositionLogprobs]:
@@ -174,11 +142,11 @@ def _raw_logprobs(logits: Tensor, requests: Sequence[Request], token_ids: Sequen
     rows = [row for row, request in enumerate(requests) if request.sampling.logprobs is not None]
     if not rows:
         return {}
-    raw = torch.log_softmax(logits[torch.tensor(rows)], dim=-1)
     result = {}
-    for index, row in enumerate(rows):
-        sampled = TokenLogprob(token_ids[row], float(raw[index, token_ids[row]]))
-        result[row] = PositionLogprobs(sampled, _top_logprobs(raw[index], requests[row].sampling.logprobs or 0))
+    for row in rows:
+        raw = torch.log_softmax(logits[row : row + 1], dim=-1)[0]
+        sampled = TokenLogprob(token_ids[row], float(raw[token_ids[row]]))
+        result[row] = PositionLogprobs(sampled, _top_logprobs(raw, requests[row].sampling.logprobs or 0))
     return result
 
 
@@ -186,8 +154,5 @@ def _top_logprobs(raw: Tensor, count: int) -> tuple[TokenLogprob, ...]:
     """The `count` most probable possible tokens of `raw`, float32 [vocab], each once, most probable first."""
     if count == 0:
         return ()
-    least = torch.topk(raw, min(count, len(raw))).values[-1]
-    ids = torch.nonzero((raw >= least) & (raw > -torch.inf)).squeeze(1)
-    values, order = torch.sort(raw[ids], descending=True, stable=True)
-    pairs = zip(ids[order[:count]].tolist(), values[:count].tolist(), strict=True)
-    return tuple(TokenLogprob(token, value) for token, value in pairs)
+    values = raw.numpy()
+    return tuple(TokenLogprob(int(token), float(values[token])) for token in ranked(values, count, -np.inf))
