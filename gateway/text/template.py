@@ -158,7 +158,10 @@ class _Generation(Extension):
 
 
 def _compile(source: str) -> jinja2.Template:
-    """Compile with every loop round and macro call counted, so that no template runs for ever."""
+    """Compile with every loop round and macro call counted, so that no template runs for ever.
+
+    A template is the operator's choice, as the model is: the bounds are against its mistakes, the sandbox against more.
+    """
     environment = _Environment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, _Generation])
     environment.filters["tojson"] = _to_json
     environment.globals["raise_exception"] = _raise_exception
@@ -166,6 +169,8 @@ def _compile(source: str) -> jinja2.Template:
     for node in tree.find_all((nodes.For, nodes.Macro, nodes.CallBlock)):
         assert isinstance(node, nodes.For | nodes.Macro | nodes.CallBlock)
         node.body.insert(0, nodes.Output([_call(_TICK, [])]))
+        if isinstance(node, nodes.For) and node.test is not None:
+            node.test = nodes.And(nodes.Not(_call(_TICK, [])), node.test)
     _bound_concatenation(tree)
     tree.set_environment(environment)
     code = environment.compile(tree)

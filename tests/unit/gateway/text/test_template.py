@@ -33,6 +33,7 @@ def render(source: str, *messages: dict[str, str]) -> str:
             "none",
         ),
         ("{% if add_generation_prompt %}go{% endif %}", "go"),
+        ("{% for i in [1, 2, 3] if i != 2 %}{{ i }}{{ loop.length }}{% else %}none{% endfor %}", "1232"),
         ("{% generation %}{{ messages[0].role }}{% endgeneration %}", "user"),
         ("{% set ns = namespace(n=0) %}{% for m in messages %}{% set ns.n = ns.n + 1 %}{% endfor %}{{ ns.n }}", "1"),
         ("{% macro twice(x) %}{{ x }}{{ x }}{% endmacro %}{{ twice('a' ~ 1) }}", "a1a1"),
@@ -75,6 +76,7 @@ def test_refusals_are_template_errors(source: str, message: str) -> None:
             "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(60) }}",
             "loop rounds and macro calls",
         ),
+        ("{% for i in range(9) %}{% for j in range(99999) if j < 0 %}{% endfor %}{% endfor %}", "loop rounds"),
         ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "recursion"),
         ("{% for i in range(99999) %}{{ 'x' * 999 }}{% endfor %}", "characters of output"),
         (
