@@ -1,4 +1,4 @@
-"""Random lives of many requests in a tiny pool: right tokens, exact books, one terminal event each, and always an end."""
+"""Random lives of many requests in a tiny pool: right tokens, exact books, one terminal event each, always an end."""
 
 from __future__ import annotations
 
@@ -55,6 +55,7 @@ class EngineMachine(RuleBasedStateMachine):
         self.max_length = min(40, num_blocks * block_size + 1)
         self.wanted: dict[Name, tuple[list[int], FinishReason]] = {}
         self.sessions = [1]
+        self.num_sessions = 1
         self.num_names = 0
         self.num_failed = 0
 
@@ -69,8 +70,6 @@ class EngineMachine(RuleBasedStateMachine):
     def submit(
         self, prompt: list[int], max_tokens: int, known: int, salt: str, band: Band, data: st.DataObject
     ) -> None:
-        if not self.sessions:
-            return
         session_id = data.draw(st.sampled_from(self.sessions))
         self.num_names += 1
         tokens = generate(prompt, 40, vocab_size=VOCAB_SIZE, salt=salt)
@@ -121,9 +120,9 @@ class EngineMachine(RuleBasedStateMachine):
 
     @rule()
     def open_session(self) -> None:
-        session_id = max(self.sessions, default=10) + 1
-        self.rig.engine.open_session(session_id)
-        self.sessions.append(session_id)
+        self.num_sessions += 1
+        self.rig.engine.open_session(self.num_sessions)
+        self.sessions.append(self.num_sessions)
 
     @precondition(lambda self: len(self.sessions) > 1)
     @rule(data=st.data())
