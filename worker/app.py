@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import random
 import secrets
 from collections.abc import Awaitable, Coroutine
@@ -95,7 +96,7 @@ class Worker:
             announcer = self._announcer(description.limits.model, port)
             announcing = self._spawn(announcer.run())
             self._spawn(watch_loop(loop, self._settings.max_loop_age_s, self._set_serving))
-            _log.info("worker_serving", model=description.limits.model, limits=description.limits)
+            _log.info("worker_serving", **dataclasses.asdict(description.limits))
             await stop.wait()
             announcing.cancel()
             await self._drain(loop, announcer)

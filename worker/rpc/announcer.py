@@ -60,8 +60,8 @@ class Announcer:
         async with _channel(gateway) as channel:
             try:
                 await self._announce_once(channel, gateway)
-            except grpc.aio.AioRpcError as error:
-                _log.warning("announce_failed", gateway=gateway, status=error.code().name, details=error.details())
+            except (grpc.aio.AioRpcError, OSError) as error:
+                _log.warning("announce_failed", gateway=gateway, cause=_cause(error))
 
     async def _announce_to(self, gateway: str) -> None:
         is_known, retry_s = False, MIN_RETRY_S
@@ -69,11 +69,9 @@ class Announcer:
             while True:
                 try:
                     ttl_s = await self._announce_once(channel, gateway)
-                except grpc.aio.AioRpcError as error:
+                except (grpc.aio.AioRpcError, OSError) as error:
                     if is_known or retry_s == MIN_RETRY_S:  # once per change, not per try
-                        _log.warning(
-                            "announce_failed", gateway=gateway, status=error.code().name, details=error.details()
-                        )
+                        _log.warning("announce_failed", gateway=gateway, cause=_cause(error))
                     is_known, delay_s = False, retry_s * self._random.uniform(0.5, 1.0)
                     retry_s = min(2 * retry_s, MAX_RETRY_S)
                 else:
@@ -87,7 +85,7 @@ class Announcer:
         request.CopyFrom(self._announcement)
         host, _, port = request.address.rpartition(":")
         if not host:
-            request.address = f"{local_host_towards(gateway)}:{port}"
+            request.address = f"{await local_host_towards(gateway)}:{port}"
         stub = fleet_pb2_grpc.FleetStub(channel)
         answer: fleet_pb2.AnnounceResponse = await stub.Announce(
             request, metadata=self._metadata, timeout=CALL_TIMEOUT_S
@@ -101,14 +99,19 @@ def _channel(gateway: str) -> grpc.aio.Channel:
     return grpc.aio.insecure_channel(gateway, options=options)
 
 
-def local_host_towards(address: str) -> str:
-    """The host's own address on the interface that leads to `host:port`; nothing is sent."""
+def _cause(error: grpc.aio.AioRpcError | OSError) -> str:
+    return f"{error.code().name}: {error.details()}" if isinstance(error, grpc.aio.AioRpcError) else str(error)
+
+
+async def local_host_towards(address: str) -> str:
+    """This host's own address on the interface that leads to `host:port`. Nothing is sent but a look-up of the name.
+
+    Raises OSError if the name is not known.
+    """
     host, _, port = address.rpartition(":")
-    try:
-        family, kind, protocol, _, target = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_DGRAM)[0]
-        with socket.socket(family, kind, protocol) as probe:
-            probe.connect(target)
-            own: str = probe.getsockname()[0]
-    except OSError:
-        return "127.0.0.1"  # the gateway cannot be reached now, so it will not learn this either
+    found = await asyncio.get_running_loop().getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_DGRAM)
+    family, kind, protocol, _, target = found[0]
+    with socket.socket(family, kind, protocol) as probe:
+        probe.connect(target)
+        own: str = probe.getsockname()[0]
     return f"[{own}]" if ":" in own else own
