@@ -34,7 +34,10 @@ class RequestRejected(NamedTuple):
 
 @dataclass(slots=True)
 class SessionOutput:
-    """All news of one step for one session, in the order outputs, rejected, usage."""
+    """All news of one step for one session.
+
+    A usage replaces an earlier one, but for its `accounted`: these are new each time, so whoever merges joins them.
+    """
 
     outputs: list[RequestOutput] = field(default_factory=list)
     rejected: list[RequestRejected] = field(default_factory=list)

@@ -19,7 +19,9 @@ class SamplingError(ExecutionError):
     """
 
     def __init__(self, messages: Mapping[int, str]) -> None:
-        """`messages` by index of the row in the batch, at least one."""
+        """`messages` by index of the row in the batch; raises ValueError without any, as nothing would change."""
+        if not messages:
+            raise ValueError("a SamplingError without a row")
         super().__init__("; ".join(f"row {row}: {message}" for row, message in messages.items()))
         self.messages = dict(messages)
 

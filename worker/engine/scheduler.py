@@ -77,7 +77,9 @@ class Scheduler:
         return 0 if self.num_preempted_waiting else len(self._free_slots)
 
     def add(self, request: Request) -> None:
-        """Takes a new request; it waits for admission."""
+        """Takes a new request; it waits for admission. Raises ValueError if it could only block those behind it."""
+        if not self.manager.can_ever_fit(request.num_tokens):
+            raise ValueError(f"{request} can never fit into {self.manager.max_tokens} tokens' blocks")
         insort(self.waiting, request, key=_arrival)
 
     def schedule(self) -> Batch:

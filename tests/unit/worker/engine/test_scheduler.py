@@ -100,6 +100,15 @@ def test_a_watermark_larger_than_the_pool_does_not_stop_a_lone_request() -> None
     rig.assert_generated("b", [2] * 10, 4)
 
 
+def test_a_request_that_would_block_everybody_for_ever_is_not_taken() -> None:
+    rig = EngineRig(num_blocks=8)
+    rig.submit("r", [1] * 10)
+    request = rig.scheduler.waiting[0]
+    request.token_ids = [1] * 33
+    with pytest.raises(ValueError, match="can never fit into 32 tokens' blocks"):
+        rig.scheduler.add(request)
+
+
 # Order
 
 
