@@ -25,6 +25,9 @@ class ServerOptions:
     min_ping_interval_s: float = 5.0  # pings of clients that are further apart are welcome, with or without calls
     max_connection_age_s: float | None = None  # connections are closed (GOAWAY) about then; None: never
     max_connection_age_grace_s: float = 3600.0  # and calls on them may go on this long
+    # Calls that wait for Python to take them. Beyond it the library drops some at random, which a client sees as a bare
+    # CANCELLED; its own bound of 1000 is less than a crowd that reconnects. Refusing is the queue's business.
+    max_pending_calls: int = 20_000
     reuse_port: bool = False  # several processes on one port: only if asked for, else they hide each other
 
     def to_grpc(self) -> list[tuple[str, int]]:
@@ -38,6 +41,8 @@ class ServerOptions:
             ("grpc.keepalive_permit_without_calls", 1),
             ("grpc.keepalive_time_ms", 20_000),
             ("grpc.keepalive_timeout_ms", 20_000),
+            ("grpc.server.max_pending_requests", self.max_pending_calls),
+            ("grpc.server.max_pending_requests_hard_limit", 2 * self.max_pending_calls),
             ("grpc.so_reuseport", int(self.reuse_port)),
         ]
         if self.max_connection_age_s is not None:

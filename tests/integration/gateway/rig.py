@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from types import TracebackType
@@ -18,7 +18,7 @@ from common.types import Band
 from gateway.app import GatewayApp
 from gateway.config import GatewaySettings
 from gateway.tenants import Tenant, Tenants, hash_key
-from protos.inference.v1 import inference_pb2, inference_pb2_grpc, types_pb2
+from protos.inference.v1 import fleet_pb2, fleet_pb2_grpc, inference_pb2, inference_pb2_grpc, types_pb2
 from tests.support.scripted_worker import ScriptedWorker
 
 KEYS = {
@@ -108,12 +108,7 @@ class Client:
 
     async def wait_serving(self) -> None:
         """Until the gateway says SERVING."""
-        stub = health_pb2_grpc.HealthStub(self.channel)
-        watch = stub.Watch(health_pb2.HealthCheckRequest(service=""), timeout=20)
-        async for response in watch:
-            if response.status == health_pb2.HealthCheckResponse.SERVING:
-                watch.cancel()
-                return
+        await until_health(self, "", health_pb2.HealthCheckResponse.SERVING)
 
 
 def reason_of(error: grpc.aio.AioRpcError | None) -> str:
@@ -163,8 +158,8 @@ class Rig:
         self._stack.push_async_callback(worker.kill)
         return worker
 
-    async def gateway(self, *workers: ScriptedWorker, **settings: Any) -> GatewayApp:
-        """A gateway that dials these workers."""
+    async def gateway(self, *workers: ScriptedWorker, redis_url: str = "", **settings: Any) -> GatewayApp:
+        """A gateway that dials these workers, on the rig's Redis or another."""
         values = {
             "listen": "127.0.0.1:0",
             "metrics_listen": "",
@@ -177,7 +172,7 @@ class Rig:
             **settings,
         }
         tenants = Tenants({hash_key(key): tenant for key, tenant in KEYS.items()})
-        app = GatewayApp(GatewaySettings.model_validate(values), tenants, self._redis_url)
+        app = GatewayApp(GatewaySettings.model_validate(values), tenants, redis_url or self._redis_url)
         await app.start()
         self.gateways.append(app)
         self._stack.push_async_callback(self._stop, app)
@@ -206,15 +201,28 @@ class Rig:
         return app, client
 
 
+async def announce(app: GatewayApp, worker: ScriptedWorker, key: str | None = FLEET_KEY, **changes: Any) -> float:
+    """What a worker does; returns the ttl in seconds."""
+    fields = {"worker_id": worker.worker_id, "epoch": worker.epoch, "address": worker.address, "model": worker.model}
+    request = fleet_pb2.AnnounceRequest(**{**fields, **changes})
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{app.port}") as channel:
+        metadata = () if key is None else (("authorization", f"Bearer {key}"),)
+        response = await fleet_pb2_grpc.FleetStub(channel).Announce(request, metadata=metadata, timeout=10)
+    return float(response.ttl_s)
+
+
+async def until_health(client: Client, service: str, status: int, timeout_s: float = 20) -> None:
+    """Until a service's health is `status`."""
+    stub = health_pb2_grpc.HealthStub(client.channel)
+    watch = stub.Watch(health_pb2.HealthCheckRequest(service=service), timeout=timeout_s)
+    async for response in watch:
+        if response.status == status:
+            watch.cancel()
+            return
+
+
 async def eventually(condition: Callable[[], bool], timeout_s: float = 10) -> None:
     """Waits until a condition holds which nobody announces; fails after `timeout_s`."""
     async with asyncio.timeout(timeout_s):
         while not condition():  # noqa: ASYNC110 - nobody announces it
             await asyncio.sleep(0.01)
-
-
-async def texts(call: Any) -> AsyncIterator[str]:
-    """The texts of a stream's deltas, as they come."""
-    async for response in call:
-        if response.HasField("delta"):
-            yield response.delta.text

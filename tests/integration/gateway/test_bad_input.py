@@ -163,12 +163,13 @@ async def test_unknown_model(rig: Rig) -> None:
 async def test_bytes_that_are_no_message(rig: Rig, method: str, raw: bytes) -> None:
     _, client = await rig.serving(await rig.worker())
     path = f"/inference.v1.Inference/{method}"
+    if method == "Generate":
+        answer = aiter(client.channel.unary_stream(path)(raw, metadata=client.metadata))
+        call = anext(answer)
+    else:
+        call = client.channel.unary_unary(path)(raw, metadata=client.metadata)
     with pytest.raises(grpc.aio.AioRpcError) as caught:
-        if method == "Generate":
-            async for _ in client.channel.unary_stream(path)(raw, metadata=client.metadata):
-                pass
-        else:
-            await client.channel.unary_unary(path)(raw, metadata=client.metadata)
+        await call
     assert (caught.value.code(), reason_of(caught.value)) == (INVALID, "MALFORMED_MESSAGE")
     assert "UTF-8" in (caught.value.details() or "")
 
