@@ -17,7 +17,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from common.errors import InvalidRequestError
 from common.types import Reason
 
-MAX_STEPS = 200_000
+MAX_STEPS = 100_000
 """Loop rounds and macro calls of one rendering; a conversation needs a few per message."""
 
 MAX_EXTRA_CHARS = 1_000_000

@@ -48,7 +48,7 @@ def stream_text(model: TextModel, pushes: list[list[int]]) -> str:
     return "".join(delta.text for delta in deltas) + stream.flush()
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(
     ids=st.lists(st.integers(0, byte_level().get_vocab_size() + 20), max_size=40),
     cuts=st.lists(st.integers(0, 40), max_size=8),
@@ -57,7 +57,7 @@ def test_byte_level_stream_equals_full_decode(ids: list[int], cuts: list[int]) -
     assert stream_text(chatml_model(), split(ids, cuts)) == byte_level().decode(ids, skip_special_tokens=True)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(
     data=st.lists(
         st.integers(0x80, 0xFF) | st.sampled_from(list(b"a\xe4\xb8\xad\xf0\x9f\x98\x80\xed\xa0")), max_size=24
@@ -72,7 +72,7 @@ def test_invalid_bytes_become_the_same_replacements_as_in_a_full_decode(data: li
     assert text == bytes(data).decode(errors="replace")
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(
     text=st.lists(st.sampled_from(TEXTS) | st.text(max_size=6), max_size=6).map("".join),
     cuts=st.lists(st.integers(0, 200), max_size=8),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from functools import cache
 
 import pytest
 from hypothesis import given, settings
@@ -57,14 +58,14 @@ def reference(tokenizer: Tokenizer, template: str, messages: list[tuple[str, str
     return tokenizer.encode(rendered, add_special_tokens=False).ids
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(messages=st.lists(st.tuples(st.sampled_from(["system", "user", "assistant"]), PLAIN), min_size=1, max_size=4))
 def test_chat_equals_the_models_own_tokenizer(messages: list[tuple[str, str]]) -> None:
     assert chatml_model().encode_chat(messages) == reference(byte_level(), CHATML, messages, "<|start|>", "<|end|>")
     assert llama_model().encode_chat(messages) == reference(byte_fallback(), LLAMA, messages, "<s>", "</s>")
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(contents=st.lists(NASTY, min_size=1, max_size=4))
 def test_no_content_makes_a_control_token(contents: list[str]) -> None:
     for model, tokenizer in ((chatml_model(), byte_level()), (llama_model(), byte_fallback())):
@@ -127,12 +128,17 @@ def test_file_settings_that_cut_pad_or_vary_are_ignored() -> None:
     assert TextModel(description).encode_text(text) == chatml_model().encode_text(text)
 
 
+@cache
+def composing_model() -> TextModel:
+    tokenizer = Tokenizer.from_str(byte_level().to_str())
+    tokenizer.normalizer = normalizers.NFC()
+    return TextModel(describe(tokenizer, CHATML))
+
+
 @settings(max_examples=200, deadline=None)
 @given(text=st.text(max_size=60) | st.text("a e\u0301\u1100\u1161\u11a8\u03b9\u0308\u1fbe\u212a", max_size=30))
 def test_min_tokens_is_a_lower_bound(text: str) -> None:
-    composing = Tokenizer.from_str(byte_level().to_str())
-    composing.normalizer = normalizers.NFC()
-    for model in (chatml_model(), llama_model(), TextModel(describe(composing, CHATML))):
+    for model in (chatml_model(), llama_model(), composing_model()):
         kept = text.encode(errors="replace").decode()
         assert model.min_tokens(text) <= (len(model.encode_text(kept)) if kept else 0)
 
