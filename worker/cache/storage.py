@@ -10,7 +10,7 @@ from worker.kernels import LayerCache
 from worker.model.config import ModelConfig
 
 _MIB = 1024 * 1024
-_READABLE_TAIL_BYTES = 64  # kernels load whole vectors at the end of the last block
+_READABLE_TAIL_BYTES = 128  # kernels load whole vectors at the end of the last block
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ from worker.kernels.program import (
     StepTables,
 )
 
-BACKENDS = ("reference",)
+BACKENDS = ("reference", "cpu")
 
 
 def load_backend(name: str) -> Backend:
@@ -26,6 +26,10 @@ def load_backend(name: str) -> Backend:
         from worker.kernels.reference import ReferenceBackend
 
         return ReferenceBackend()
+    if name == "cpu":
+        from worker.kernels.cpu.backend import CpuBackend
+
+        return CpuBackend()
     raise ValueError(f"unknown kernel backend {name!r}, allowed: {', '.join(BACKENDS)}")
 
 

@@ -76,7 +76,7 @@ class LayerCache:
 
     With p = 4 // itemsize (elements in 32 bits), keys are [num_blocks, kv_heads, head_dim / p, block_size, p] and
     values [num_blocks, kv_heads, block_size / p, head_dim, p]: the order in which the products read them. Only the
-    first dimension may be strided. 64 bytes behind the last block must be readable.
+    first dimension may be strided. 128 bytes behind the last block must be readable.
     """
 
     keys: Tensor
@@ -151,6 +151,10 @@ class Program(Protocol):
 
     def run(self, sizes: StepSizes) -> None:
         """Runs the kernels on the leading rows that `sizes` names; blocking."""
+        ...
+
+    def close(self) -> None:
+        """Ends the threads that `run` may have started; a later `run` starts them again."""
         ...
 
 

@@ -47,6 +47,9 @@ class ReferenceProgram:
         for kernel in self._kernels:
             kernel(sizes)
 
+    def close(self) -> None:
+        """Nothing to end."""
+
     def embed(self, token_ids: Tensor, table: Linear, out: Tensor) -> None:
         """See `Program.embed`."""
         weight = _plain(table).weight

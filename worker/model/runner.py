@@ -90,6 +90,10 @@ class ModelRunner:
         """
         return self._transformer.forward(self._inputs.prepare(batch))
 
+    def close(self) -> None:
+        """Ends the kernels' threads; call it when no step will follow."""
+        self._transformer.close()
+
     def warm_up(self) -> None:
         """Runs a few tokens through block 0, so that no later step pays for compiling or first touches.
 

@@ -62,6 +62,10 @@ class Transformer:
         self._program.run(sizes)
         return self._logits[: sizes.num_samples]
 
+    def close(self) -> None:
+        """Ends the program's threads."""
+        self._program.close()
+
     def _record(self, storage: KVStorage, num_threads: int) -> Program:
         config, tables = self._config, self._tables
         program = self._backend.program(self._dtype, num_threads)
