@@ -85,7 +85,7 @@ class Scheduler:
     def schedule(self) -> Batch:
         """Decides the next step, admits and preempts for it. An empty batch only if there is no request at all."""
         self.step = StepCounts()
-        preempted = self._make_room_for_decodes()
+        self._make_room_for_decodes()
         budget = self.config.max_num_batched_tokens
         rows: list[BatchRow] = []
         unfinished: list[Request] = []  # more than one token is missing: a prompt, or a recompute
@@ -95,8 +95,7 @@ class Scheduler:
             else:
                 unfinished.append(request)
         budget -= len(rows)
-        if not preempted:  # who admits right after preempting takes what the preempted one needs to come back
-            budget = self._admit(rows, budget)
+        budget = self._admit(rows, budget)
         for request in unfinished:
             if budget == 0:
                 break
@@ -126,18 +125,20 @@ class Scheduler:
                 raise IntegrityError(f"{state.value} requests are out of order: {arrivals}")
             if any(request.state is not state for request in queue):
                 raise IntegrityError(f"a request among the {state.value} ones is in another state")
-        if any(request.block_ids or request.slot != -1 for request in self.waiting):
-            raise IntegrityError("a waiting request has blocks or a slot")
+        if any(request.block_ids or request.num_computed or request.slot != -1 for request in self.waiting):
+            raise IntegrityError("a waiting request has blocks, computed tokens or a slot")
         if self.num_preempted_waiting != sum(request.num_preemptions > 0 for request in self.waiting):
             raise IntegrityError(f"{self.num_preempted_waiting} waiting requests are counted as preempted")
         for request in self.running:
             if not 0 <= request.num_computed < request.num_tokens:
                 raise IntegrityError(f"{request.num_computed} of {request.num_tokens} tokens are computed")
 
-    def _make_room_for_decodes(self) -> bool:
-        """Gives a block to every decode that enters a new one; returns whether somebody was preempted for it."""
+    def _make_room_for_decodes(self) -> None:
+        """Gives a block to every decode that enters a new one, and preempts until there is one.
+
+        Who is preempted here is not admitted by the same step: the blocks it gave are fewer by the one they were for.
+        """
         block_size = self.manager.block_size
-        preempted = False
         for request in list(self.running):
             while (
                 len(request.token_ids) > len(request.block_ids) * block_size
@@ -147,8 +148,6 @@ class Scheduler:
                 if len(self.running) == 1:
                     raise IntegrityError("a lone request finds no block in a pool that its tokens fit into")
                 self.preempt(choose_victim(self.running))
-                preempted = True
-        return preempted
 
     def preempt(self, request: Request) -> None:
         """Takes everything from a running request and lets it wait at the place of its arrival; its tokens stay."""

@@ -424,6 +424,15 @@ def test_a_claim_that_ends_before_it_is_admitted_is_accounted_for() -> None:
     assert rig.accounted[SESSION] == [ClaimRef("first", 1), ClaimRef("second", 1)]
 
 
+def test_a_claim_is_accounted_for_even_if_it_came_and_went_without_changing_the_numbers() -> None:
+    rig = EngineRig()
+    rig.step()
+    before = rig.usage[SESSION]
+    rig.submit("r", [1], 1)
+    rig.step()
+    assert rig.usage[SESSION] == replace(before, accounted=(ClaimRef("r", 1),))
+
+
 def test_a_preempted_request_is_not_accounted_for_again_and_closes_the_door() -> None:
     rig = EngineRig(num_blocks=6)
     rig.submit("early", [1] * 8, 12)

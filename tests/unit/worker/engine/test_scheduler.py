@@ -168,7 +168,7 @@ def test_the_victim_is_the_latest_arrival_of_the_lowest_band(bands: list[Band], 
     rig.assert_idle()
 
 
-def test_nobody_is_admitted_in_a_step_that_preempts() -> None:
+def test_a_later_arrival_does_not_get_the_blocks_that_a_preemption_freed() -> None:
     rig = EngineRig(num_blocks=9, max_num_seqs=4)
     for index in range(3):
         rig.submit(f"r{index}", [index] * 12, 12)
@@ -214,6 +214,20 @@ def test_a_crowd_in_a_tiny_pool_gets_done_without_ping_pong(num_blocks: int) -> 
     rig.assert_idle()
 
 
+def test_a_preempted_request_returns_only_when_the_others_can_enter_a_block_each() -> None:
+    rig = EngineRig(num_blocks=8)
+    rig.submit("stays", [1] * 12, 4)
+    rig.submit("returns", [2] * 12, 4)
+    rig.step()
+    rig.step()  # both hold four blocks
+    rig.scheduler.preempt(rig.scheduler.running[1])
+    rig.step()
+    assert rig.pool.num_free == 4, "as many as it needs, and none for the other"
+    assert [request.request_id for request in rig.scheduler.waiting] == ["returns"]
+    rig.run()
+    rig.assert_generated("returns", [2] * 12, 4)
+
+
 def test_recomputed_tokens_are_counted_and_a_return_from_the_cache_is_not_recomputed() -> None:
     rig = EngineRig(num_blocks=32)
     rig.submit("r", [1] * 10, 4)
@@ -227,7 +241,7 @@ def test_recomputed_tokens_are_counted_and_a_return_from_the_cache_is_not_recomp
 
 
 def test_slots_are_stable_and_low_ones_come_first() -> None:
-    rig = EngineRig(num_blocks=64, max_num_seqs=3)
+    rig = EngineRig(num_blocks=64, max_num_seqs=4)
     for index in range(3):
         rig.submit(f"r{index}", [index], 20)
     rig.step()
