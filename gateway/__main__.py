@@ -9,6 +9,7 @@ from collections.abc import Coroutine
 from typing import Any
 
 import structlog
+from pydantic import ValidationError
 from pydantic_settings import CliApp
 
 from common.local_redis import LocalRedisError, redis_url
@@ -53,18 +54,20 @@ def _run(program: Coroutine[Any, Any, None]) -> None:
         uvloop.run(program)
 
 
-def main() -> int:
-    """Reads the settings and serves. Returns the exit status."""
-    settings = CliApp.run(GatewaySettings)
+def main() -> None:
+    """Exits with 1 and one line of explanation if the settings, the files, the ports or the store are at fault."""
+    try:
+        settings = CliApp.run(GatewaySettings)
+    except ValidationError as error:
+        faults = "; ".join(f"{fault['loc'][0]}: {fault['msg']}, not {fault['input']!r}" for fault in error.errors())
+        sys.exit(f"gateway: {faults}")
     setup_logging(settings.log_level, settings.log_format, program="gateway")
     try:
         with redis_url(settings.redis_url or None) as url:
             _run(serve(settings, url))
-    except (TenantsFileError, LocalRedisError) as error:
-        print(f"gateway: {error}", file=sys.stderr)
-        return 2
-    return 0
+    except (TenantsFileError, LocalRedisError, OSError) as error:
+        sys.exit(f"gateway: {error}")
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

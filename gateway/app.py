@@ -30,7 +30,6 @@ from gateway.rpc.worker_session import SessionSettings
 from gateway.store.redis_queue import RedisQueue
 from gateway.store_health import StoreHealth
 from gateway.tenants import Tenants
-from protos.inference.v1 import fleet_pb2_grpc, inference_pb2_grpc
 
 _log = structlog.get_logger(__name__)
 
@@ -122,8 +121,8 @@ class GatewayApp:
             slow_consumer_s=settings.slow_consumer_s,
         )
         announcements = fleet_service.FleetService(self.queue, ttl_s=settings.announce_ttl_s)
-        self._server.add(inference_service.SERVICE_NAME, inference_pb2_grpc.add_InferenceServicer_to_server, inference)
-        self._server.add(fleet_service.SERVICE_NAME, fleet_pb2_grpc.add_FleetServicer_to_server, announcements)
+        self._server.add(inference_service.SERVICE_NAME, inference_service.register, inference)
+        self._server.add(fleet_service.SERVICE_NAME, fleet_service.register, announcements)
         self.port = 0
 
     @property

@@ -10,7 +10,7 @@ from pydantic_settings import SettingsConfigDict
 
 from common.config import Settings
 
-_ADDRESS = re.compile(r"[^\s,]+:\d{1,5}")
+_ADDRESS = re.compile(r"([A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\]):\d{1,5}")
 
 
 class GatewaySettings(Settings):

@@ -58,20 +58,38 @@ class Housekeeper:
 
     async def _heartbeat_loop(self) -> None:
         while True:
-            try:
-                unknown = await self._queue.heartbeat(ttl_s=self._settings.heartbeat_ttl_s)
-                depths = await self._queue.depths()
-            except UnavailableError as error:
-                self._store.failed(error)
-            else:
-                self._store.answered()
-                for fleet_id in unknown:
-                    self._on_unknown(fleet_id)
-                for depth in depths:
-                    band = depth.band.name.lower()
-                    self._metrics.queue_depth.labels(band).set(depth.num_waiting)
-                    self._metrics.queue_oldest_wait.labels(band).set(depth.oldest_wait_s)
+            await self.beat()
             await asyncio.sleep(self._settings.heartbeat_s)
+
+    async def _sweep_loop(self) -> None:
+        while True:
+            await asyncio.sleep(_SWEEP_S)
+            self.sweep()
+
+    async def beat(self) -> None:
+        """Says that this gateway lives, hears what the queue has lost, shows how full it is."""
+        try:
+            unknown = await self._queue.heartbeat(ttl_s=self._settings.heartbeat_ttl_s)
+            depths = await self._queue.depths()
+        except UnavailableError as error:
+            self._store.failed(error)
+            return
+        self._store.answered()
+        for fleet_id in unknown:
+            self._on_unknown(fleet_id)
+        for depth in depths:
+            band = depth.band.name.lower()
+            self._metrics.queue_depth.labels(band).set(depth.num_waiting)
+            self._metrics.queue_oldest_wait.labels(band).set(depth.oldest_wait_s)
+
+    def sweep(self) -> None:
+        """Ends requests that have waited too long."""
+        now = self._clock.monotonic()
+        for live in self._dispatcher.live:
+            if live.lifecycle.state is RequestState.QUEUED:
+                error = self._overdue(live, now)
+                if error is not None:
+                    live.end(failed(error))
 
     def _on_unknown(self, fleet_id: str) -> None:
         """The queue has lost a request: a running one goes on, a waiting one would wait for ever."""
@@ -82,17 +100,6 @@ class Housekeeper:
         if live.lifecycle.state is RequestState.QUEUED:
             message = "the queue has lost the request"
             live.end(failed(UnavailableError(message, reason=Reason.STORE_UNAVAILABLE, retry_after_s=1.0)))
-
-    async def _sweep_loop(self) -> None:
-        """Ends requests that have waited too long."""
-        while True:
-            await asyncio.sleep(_SWEEP_S)
-            now = self._clock.monotonic()
-            for live in self._dispatcher.live:
-                if live.lifecycle.state is RequestState.QUEUED:
-                    error = self._overdue(live, now)
-                    if error is not None:
-                        live.end(failed(error))
 
     def _overdue(self, live: LiveRequest, now: float) -> TidegateError | None:
         limits = self._settings

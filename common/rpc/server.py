@@ -16,6 +16,10 @@ from common.rpc.interceptors import Authenticator, BearerInterceptor, CallInterc
 HEALTH_SERVICE = health.SERVICE_NAME
 
 
+class ListenError(OSError):
+    """The address cannot be listened at; the message names it."""
+
+
 @dataclass(frozen=True, slots=True)
 class ServerOptions:
     """How the server treats connections and messages."""
@@ -76,13 +80,16 @@ class RpcServer:
         self._names.append(service_name)
 
     async def start(self, listen: str) -> int:
-        """Listens at host:port and returns the port (port 0 picks a free one). Raises RuntimeError if it is taken."""
+        """Listens at host:port and returns the port (port 0 picks a free one). Raises ListenError if it is taken."""
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         names = [*self._names, HEALTH_SERVICE, reflection.SERVICE_NAME]
         reflection.enable_server_reflection(names, self._server)
         await self.set_serving(["", *self._names], is_serving=False)
         await self._health.set(HEALTH_SERVICE, health_pb2.HealthCheckResponse.SERVING)
-        port = self._server.add_insecure_port(listen)
+        try:
+            port = self._server.add_insecure_port(listen)
+        except RuntimeError as error:  # all that the library says
+            raise ListenError(f"cannot listen at {listen}") from error
         await self._server.start()
         return port
 

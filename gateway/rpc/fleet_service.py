@@ -9,7 +9,8 @@ from common.errors import InvalidRequestError
 from gateway.queueing.queue import Queue, WorkerRecord
 from protos.inference.v1 import fleet_pb2, fleet_pb2_grpc
 
-SERVICE_NAME = "inference.v1.Fleet"
+SERVICE_NAME = fleet_pb2.DESCRIPTOR.services_by_name["Fleet"].full_name
+register = fleet_pb2_grpc.add_FleetServicer_to_server
 
 _WORKER_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 _ADDRESS = re.compile(r"\S{1,255}:\d{1,5}")

@@ -21,7 +21,8 @@ from gateway.rpc.codec import decode_generate, decode_prompt, encode_complete, e
 from gateway.tenants import Tenant
 from protos.inference.v1 import inference_pb2, inference_pb2_grpc
 
-SERVICE_NAME = "inference.v1.Inference"
+SERVICE_NAME = inference_pb2.DESCRIPTOR.services_by_name["Inference"].full_name
+register = inference_pb2_grpc.add_InferenceServicer_to_server
 
 
 class InferenceService(inference_pb2_grpc.InferenceServicer):

@@ -1,0 +1,132 @@
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+
+import pytest
+from prometheus_client import CollectorRegistry
+
+from common.errors import TidegateError
+from common.metrics import GatewayMetrics
+from common.types import Reason
+from gateway.background import Background
+from gateway.dispatcher import Dispatcher, DispatcherSettings
+from gateway.housekeeper import Housekeeper, HousekeeperSettings
+from gateway.lifecycle import RequestState
+from gateway.live import LiveRequest
+from gateway.placement.fleet import Fleet
+from gateway.placement.worker import WorkerState
+from gateway.queueing.queue import Claim
+from gateway.store_health import StoreHealth
+from tests.unit.gateway.fakes import SERVED, FakeClock, FakeQueue, FakeSession, live_request
+
+
+@dataclass
+class Bench:
+    housekeeper: Housekeeper
+    dispatcher: Dispatcher
+    queue: FakeQueue
+    clock: FakeClock
+    fleet: Fleet
+    session: FakeSession
+
+    def enqueued(self) -> LiveRequest:
+        live = live_request()
+        self.dispatcher.register(live)
+        live.lifecycle.advance(RequestState.ADMITTED)
+        live.enter_queue(self.clock.now)
+        return live
+
+    def sweep(self) -> None:
+        self.housekeeper.sweep()
+
+    async def end_of(self, live: LiveRequest) -> TidegateError | None:
+        try:
+            end = (await live.mailbox.take(0)).end
+        except TimeoutError:
+            return None
+        assert end is not None
+        return end.error
+
+
+@pytest.fixture
+async def bench() -> AsyncIterator[Bench]:
+    metrics = GatewayMetrics(CollectorRegistry())
+    background = Background(lambda: None)
+    queue, clock, store = FakeQueue(), FakeClock(), StoreHealth(metrics, lambda: None)
+    fleet = Fleet(clock, "")
+    dispatcher = Dispatcher(queue, fleet, background, store, metrics, clock, DispatcherSettings("me", 3))
+    session = FakeSession()
+    dispatcher.on_ready(session, SERVED)
+    settings = HousekeeperSettings(queue_ttl_s=60, no_worker_timeout_s=10, heartbeat_s=1, heartbeat_ttl_s=5)
+    housekeeper = Housekeeper(dispatcher, queue, fleet, store, metrics, clock, settings)
+    yield Bench(housekeeper, dispatcher, queue, clock, fleet, session)
+    await background.close()
+
+
+async def test_waiting_ends_after_the_queues_limit(bench: Bench) -> None:
+    live = bench.enqueued()
+    bench.clock.now += 59.9
+    bench.sweep()
+    assert await bench.end_of(live) is None
+    bench.clock.now += 0.1
+    bench.sweep()
+    error = await bench.end_of(live)
+    assert error is not None
+    assert (error.status, error.reason) == ("RESOURCE_EXHAUSTED", Reason.QUEUE_TTL)
+    assert error.retry_after_s is not None
+
+
+async def test_without_workers_it_ends_sooner_and_says_so(bench: Bench) -> None:
+    live = bench.enqueued()
+    bench.clock.now += 20
+    bench.session.state = WorkerState.DRAINING
+    bench.fleet.refresh()
+    bench.clock.now += 9
+    bench.sweep()
+    assert await bench.end_of(live) is None
+    bench.clock.now += 1
+    bench.sweep()
+    error = await bench.end_of(live)
+    assert error is not None
+    assert (error.status, error.reason) == ("UNAVAILABLE", Reason.NO_WORKERS)
+
+
+async def test_a_newcomer_gets_its_own_time_without_workers(bench: Bench) -> None:
+    bench.dispatcher.on_end("w1", 1, WorkerState.LOST)
+    bench.clock.now += 100
+    live = bench.enqueued()
+    bench.clock.now += 9
+    bench.sweep()
+    assert await bench.end_of(live) is None
+
+
+async def test_what_runs_is_not_waiting(bench: Bench) -> None:
+    live = bench.enqueued()
+    live.begin(Claim(live.fleet_id, "me", "w1", 1, 1), bench.clock.now)
+    bench.clock.now += 1000
+    bench.sweep()
+    assert await bench.end_of(live) is None
+
+
+@pytest.mark.parametrize("is_running", [False, True])
+async def test_requests_that_the_queue_lost_end_if_they_wait_and_go_on_if_they_run(
+    bench: Bench, is_running: bool
+) -> None:
+    live = bench.enqueued()
+    if is_running:
+        live.begin(Claim(live.fleet_id, "me", "w1", 1, 1), bench.clock.now)
+    bench.queue.unknown = [live.fleet_id, "acme/never-seen"]
+    await bench.housekeeper.beat()
+    error = await bench.end_of(live)
+    if is_running:
+        assert error is None
+        bench.dispatcher.on_end("w1", 1, WorkerState.LOST)  # the queue cannot hand it on
+        error = await bench.end_of(live)
+        assert error is not None
+        assert error.reason is Reason.WORKER_LOST
+    else:
+        assert error is not None
+        assert error.reason is Reason.STORE_UNAVAILABLE
+    await asyncio.sleep(0)
