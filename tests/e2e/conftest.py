@@ -1,0 +1,3 @@
+from __future__ import annotations
+
+from tests.support.redis import *  # noqa: F403 - fixtures
