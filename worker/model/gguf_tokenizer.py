@@ -9,7 +9,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 
 from worker.model.loaded_model import ModelLoadError, TextParts
 
-_CONTROL, _USER_DEFINED, _UNUSED = 3, 4, 5  # token types; all others are plain
+_UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED = 2, 3, 4, 5  # token types; all others are plain
 _END_TEXTS = ("<|im_end|>", "<|eot_id|>")  # end a turn wherever they are control tokens, whatever the metadata says
 
 # The published patterns of the models after which llama.cpp names its pre-tokenizers.
@@ -68,30 +68,36 @@ def text_parts(metadata: Mapping[str, Any], vocab_size: int) -> TextParts:
     Raises:
         ModelLoadError: the tokenizer is of a kind that is not supported, or is incomplete.
     """
-    kind, variant = metadata.get("tokenizer.ggml.model"), metadata.get("tokenizer.ggml.pre", "default")
-    if kind != "gpt2":
-        raise ModelLoadError(f"tokenizer {kind} is not supported in GGUF files; supported is gpt2 (byte-level BPE)")
-    if variant not in _PRE_TOKENIZERS:
-        raise ModelLoadError(f"pre-tokenizer {variant} is not supported; supported are {', '.join(_PRE_TOKENIZERS)}")
-    try:
-        tokens: list[str] = metadata["tokenizer.ggml.tokens"]
-        merges: list[str] = metadata["tokenizer.ggml.merges"]
-    except KeyError as error:
-        raise ModelLoadError(f"the file has no {error.args[0]} in its metadata") from error
+    kind = metadata.get("tokenizer.ggml.model")
+    if kind not in ("gpt2", "llama"):
+        raise ModelLoadError(
+            f"tokenizer {kind} is not supported in GGUF files; supported are gpt2 (byte-level BPE) and llama "
+            "(SentencePiece BPE)"
+        )
+    tokens: list[str] = _need(metadata, "tokenizer.ggml.tokens")
     if len(tokens) > vocab_size:
         raise ModelLoadError(f"the vocabulary has {len(tokens)} tokens, the embedding {vocab_size} rows")
     types: list[int] = metadata.get("tokenizer.ggml.token_type", [1] * len(tokens))
+    if len(types) != len(tokens):
+        raise ModelLoadError(f"the vocabulary has {len(tokens)} tokens, and types for {len(types)}")
+    if kind == "gpt2":
+        variant = metadata.get("tokenizer.ggml.pre", "default")
+        tokenizer, has_bos = _byte_level(tokens, _need(metadata, "tokenizer.ggml.merges"), types, variant)
+    else:
+        prefix = bool(metadata.get("tokenizer.ggml.add_space_prefix", True))
+        tokenizer, has_bos = _sentence_piece(tokens, _need(metadata, "tokenizer.ggml.scores"), types, prefix), True
+    tokenizer.add_special_tokens(_added(tokens, types, _CONTROL, _UNKNOWN))
+    tokenizer.add_tokens(_added(tokens, types, _USER_DEFINED))
     bos = _special(metadata, "bos", tokens)
     eos = _special(metadata, "eos", tokens)
     ends = [eos, *(_special(metadata, name, tokens) for name in ("eot", "eom"))]
     ends += [index for index, token in enumerate(tokens) if token in _END_TEXTS and types[index] == _CONTROL]
     return TextParts(
-        tokenizer_json=_tokenizer(tokens, merges, types, variant).to_str().encode(),
+        tokenizer_json=tokenizer.to_str().encode(),
         chat_template=metadata.get("tokenizer.chat_template", ""),
         eos_token_ids=tuple(dict.fromkeys(end for end in ends if end is not None)),
         bos_token_id=bos,
-        add_bos_token=bos is not None
-        and bool(metadata.get("tokenizer.ggml.add_bos_token", variant in _BOS_BY_DEFAULT)),
+        add_bos_token=bos is not None and bool(metadata.get("tokenizer.ggml.add_bos_token", has_bos)),
         bos_token="" if bos is None else tokens[bos],
         eos_token="" if eos is None else tokens[eos],
     )
@@ -106,25 +112,63 @@ def _special(metadata: Mapping[str, Any], name: str, tokens: Sequence[str]) -> i
     return int(value)
 
 
-def _tokenizer(tokens: Sequence[str], merges: Sequence[str], types: Sequence[int], variant: str) -> Tokenizer:
-    vocabulary = {token: index for index, token in enumerate(tokens) if types[index] != _UNUSED}
+def _need(metadata: Mapping[str, Any], key: str) -> Any:
+    if key not in metadata:
+        raise ModelLoadError(f"the file has no {key} in its metadata")
+    return metadata[key]
+
+
+def _byte_level(
+    tokens: Sequence[str], merges: Sequence[str], types: Sequence[int], variant: str
+) -> tuple[Tokenizer, bool]:
+    """The tokenizer without its added tokens, and whether text starts with bos where the file does not say."""
+    if variant not in _PRE_TOKENIZERS:
+        raise ModelLoadError(f"pre-tokenizer {variant} is not supported; supported are {', '.join(_PRE_TOKENIZERS)}")
     pairs = []
     for merge in merges:
         left, _, right = merge.partition(" ")
         pairs.append((left, right))
     try:
-        tokenizer = Tokenizer(models.BPE(vocabulary, pairs, ignore_merges=variant in _WHOLE_WORDS))
+        tokenizer = Tokenizer(models.BPE(_vocabulary(tokens, types), pairs, ignore_merges=variant in _WHOLE_WORDS))
     except Exception as error:
         raise ModelLoadError(f"the vocabulary is damaged: {error}") from error
     if variant in _COMPOSED:
         tokenizer.normalizer = normalizers.NFC()
     tokenizer.pre_tokenizer = _PRE_TOKENIZERS[variant]()
     tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens(_added(tokens, types, _CONTROL))
-    tokenizer.add_tokens(_added(tokens, types, _USER_DEFINED))
+    return tokenizer, variant in _BOS_BY_DEFAULT
+
+
+def _sentence_piece(tokens: Sequence[str], scores: Sequence[float], types: Sequence[int], prefix: bool) -> Tokenizer:
+    """The tokenizer without its added tokens; unknown characters become byte tokens.
+
+    Where SentencePiece joins the neighbours whose union has the best score, this joins by the first rule of a list: all
+    ways to split every token in two, the best scored tokens first.
+    """
+    vocabulary = _vocabulary(tokens, types)
+    joined = {token for token, kind in zip(tokens, types, strict=True) if kind not in (_UNKNOWN, _CONTROL, _UNUSED)}
+    rules = [
+        (scores[vocabulary[token]], at, len(token) - at, token[:at], token[at:])
+        for token in tokens
+        if token in joined
+        for at in range(1, len(token))
+        if token[:at] in joined and token[at:] in joined
+    ]
+    rules.sort(key=lambda rule: rule[:3], reverse=True)
+    unknown = next((token for token, kind in zip(tokens, types, strict=True) if kind == _UNKNOWN), None)
+    pairs = [rule[3:] for rule in rules]
+    tokenizer = Tokenizer(models.BPE(vocabulary, pairs, unk_token=unknown, fuse_unk=True, byte_fallback=True))
+    spaces = [normalizers.Replace(" ", "▁")]
+    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), *spaces] if prefix else spaces)
+    steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    tokenizer.decoder = decoders.Sequence([*steps, decoders.Strip(" ", 1, 0)] if prefix else steps)
     return tokenizer
 
 
-def _added(tokens: Sequence[str], types: Sequence[int], kind: int) -> list[AddedToken]:
+def _vocabulary(tokens: Sequence[str], types: Sequence[int]) -> dict[str, int]:
+    return {token: index for index, token in enumerate(tokens) if types[index] != _UNUSED}
+
+
+def _added(tokens: Sequence[str], types: Sequence[int], *kinds: int) -> list[AddedToken]:
     """Tokens that are found in text before anything else happens to it."""
-    return [AddedToken(token, normalized=False) for token, its in zip(tokens, types, strict=True) if its == kind]
+    return [AddedToken(token, normalized=False) for token, kind in zip(tokens, types, strict=True) if kind in kinds]

@@ -7,12 +7,15 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import AddedToken, Regex, Tokenizer, normalizers, pre_tokenizers
+from tokenizers import AddedToken, Regex, Tokenizer, models, normalizers, pre_tokenizers, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+from transformers.convert_slow_tokenizer import LlamaConverter
+from transformers.tokenization_utils_base import generate_merges
 
 from tests.support.gguf import tokenizer_metadata
 from tests.support.models import SPECIAL_TOKENS, byte_level_tokenizer, real_model_path, single_digits
 from worker.model.gguf_tokenizer import text_parts
+from worker.model.loaded_model import ModelLoadError
 from worker.model.weights import load_model
 
 TEXTS = [
@@ -35,6 +38,11 @@ TEXTS = [
     "broken <|im_start and |im_end|> text",
     "https://example.com/a/b?c=d&e=f#g",
     "\ud7ff\ue000\U0010ffff",
+]
+TRAINING = [
+    "the other then there three lethe within another the rest of the weather and the north",
+    "a tenth of the earth threw nothing other than bread at the heart there",
+    *TEXTS[2:10],
 ]
 QWEN2_SPLIT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"
@@ -77,6 +85,63 @@ def check_same(ours: Tokenizer, theirs: PreTrainedTokenizerBase, text: str) -> N
     for skip in (False, True):
         expected = theirs.decode(ids, skip_special_tokens=skip, clean_up_tokenization_spaces=False)
         assert ours.decode(ids, skip_special_tokens=skip) == expected
+
+
+def sentence_piece_metadata() -> dict[str, object]:
+    """A vocabulary as SentencePiece orders it: control tokens, byte tokens, joined pieces, characters."""
+    learned = Tokenizer(models.BPE())
+    learned.pre_tokenizer = pre_tokenizers.Metaspace()
+    learned.train_from_iterator(TRAINING * 3, trainers.BpeTrainer(vocab_size=600, show_progress=False))
+    pieces = sorted(learned.get_vocab(), key=lambda piece: (len(piece) == 1, learned.get_vocab()[piece]))
+    tokens = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *pieces]
+    return {
+        "tokenizer.ggml.model": "llama",
+        "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.scores": [0.0] * 259 + [-float(rank) for rank in range(len(pieces))],
+        "tokenizer.ggml.token_type": [2, 3, 3] + [6] * 256 + [1] * len(pieces),
+        "tokenizer.ggml.bos_token_id": 1,
+        "tokenizer.ggml.eos_token_id": 2,
+    }
+
+
+@pytest.fixture(scope="module")
+def sentence_piece_pair() -> tuple[Tokenizer, PreTrainedTokenizerBase]:
+    """Ours, and one whose parts `transformers` makes: pair rules from its own derivation, in the Llama 2 tokenizer."""
+    metadata = sentence_piece_metadata()
+    vocabulary = {token: index for index, token in enumerate(metadata["tokenizer.ggml.tokens"])}
+    scores = dict(zip(vocabulary, metadata["tokenizer.ggml.scores"], strict=True))
+    merges = generate_merges(vocabulary, scores, skip_tokens=["<unk>", "<s>", "</s>"])
+    theirs = Tokenizer(models.BPE(vocabulary, merges, unk_token="<unk>", fuse_unk=True, byte_fallback=True))
+    converter = LlamaConverter.__new__(LlamaConverter)
+    converter.original_tokenizer = None
+    theirs.normalizer = converter.normalizer(None)
+    theirs.decoder = converter.decoder("▁", True)
+    theirs.add_special_tokens(["<unk>", "<s>", "</s>"])
+    ours = Tokenizer.from_buffer(text_parts(metadata, 2000).tokenizer_json)
+    return ours, PreTrainedTokenizerFast(tokenizer_object=theirs)
+
+
+@pytest.mark.parametrize("text", [*TEXTS, "<s>Hello</s> <s> again", "<0x41> <unk>"])
+def test_sentence_piece_texts(sentence_piece_pair: tuple[Tokenizer, PreTrainedTokenizerBase], text: str) -> None:
+    check_same(*sentence_piece_pair, text)
+
+
+@settings(max_examples=60, deadline=None)
+@given(text=st.text(max_size=60) | st.text(alphabet="abethrn ▁<s>/\n", max_size=60))
+def test_any_sentence_piece_text(sentence_piece_pair: tuple[Tokenizer, PreTrainedTokenizerBase], text: str) -> None:
+    check_same(*sentence_piece_pair, text)
+
+
+def test_sentence_piece_settings() -> None:
+    metadata = sentence_piece_metadata()
+    parts = text_parts(metadata, 2000)
+    assert (parts.add_bos_token, parts.bos_token, parts.eos_token_ids) == (True, "<s>", (2,))
+    assert Tokenizer.from_buffer(parts.tokenizer_json).encode("the").tokens == ["▁the"]
+    bare = text_parts(metadata | {"tokenizer.ggml.add_space_prefix": False}, 2000)
+    assert Tokenizer.from_buffer(bare.tokenizer_json).encode("the").tokens == ["the"]
+    del metadata["tokenizer.ggml.scores"]
+    with pytest.raises(ModelLoadError, match=r"no tokenizer\.ggml\.scores"):
+        text_parts(metadata, 2000)
 
 
 @pytest.fixture(scope="module", params=ORIGINALS)
