@@ -16,9 +16,10 @@ __all__ = ["LoadedModel", "ModelLoadError", "load_model"]
 def load_model(path: Path, dtype: torch.dtype, name: str = "") -> LoadedModel:
     """Reads a whole model into memory, tensor by tensor: at no time more than one tensor is there twice.
 
-    Supported are GGUF files of the architectures llama (with SmolLM2 and Mistral), qwen2 and qwen3 in every
-    quantization that the `gguf` package can undo, with byte-level or SentencePiece BPE vocabularies, and folders with config.json, safetensors and tokenizer.json of
-    LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM and Qwen3ForCausalLM.
+    Supported are GGUF files of the architectures llama (with SmolLM2 and Mistral), qwen2 and qwen3, in every
+    quantization that the `gguf` package can undo, with byte-level or SentencePiece BPE vocabularies; and folders with
+    config.json, safetensors and tokenizer.json of LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM and
+    Qwen3ForCausalLM.
 
     Args:
         path: a .gguf file, a folder with exactly one, or a Hugging Face folder.
