@@ -95,6 +95,6 @@ class PoolKeys:
     def claims(self, worker_id: str) -> str:
         """HASH request id -> "epoch:attempt:blocks", claims that are not yet contained in the worker's numbers.
 
-        Added by dispatch; removed when accounted for, undone, finished, or by a report of a newer epoch.
+        Added by dispatch; removed when accounted for, undone or finished. Those of an older epoch do not count.
         """
         return f"{self.prefix}claims:{worker_id}"

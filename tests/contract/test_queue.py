@@ -122,6 +122,15 @@ class TestCredit:
         assert ids(await queue.dispatch([report(seq=2, blocks=6)])) == ["c"]
         await finish(queue, *"abc")
 
+    async def test_claims_take_blocks_until_they_are_accounted_for(self, queue: Queue) -> None:
+        await enqueue(queue, "a", blocks=60)
+        claims = await queue.dispatch([report()])
+        await enqueue(queue, "b", blocks=50)
+        assert await queue.dispatch([report(seq=2)]) == []
+        assert await queue.dispatch([report(seq=3, slots=3, blocks=40, accounted=claims)]) == []
+        assert ids(await queue.dispatch([report(seq=4, blocks=50)])) == ["b"]
+        await finish(queue, "a", "b")
+
     async def test_a_finished_claim_gives_its_credit_back(self, queue: Queue) -> None:
         await enqueue(queue, "a", "b", blocks=60)
         assert ids(await queue.dispatch([report()])) == ["a"]
@@ -251,6 +260,26 @@ class TestHeadThatDoesNotFit:
         assert ids(claims) == [*"abcdef"]
         assert {claim.worker_id for claim in claims[3:]} == {"w1"}, "w2 is nearest to holding it, and is kept free"
         await finish(queue, "big", *"abcdef")
+
+    async def test_once_claimed_its_patience_is_whole_again(self, queue: Queue) -> None:
+        await enqueue(queue, "big", blocks=80)
+        await enqueue(queue, "a", "b")
+        assert ids(await queue.dispatch([report(blocks=50)])) == ["a", "b"]
+        await finish(queue, "a", "b")
+        assert ids(await queue.dispatch([report(seq=2, blocks=80)])) == ["big"]
+        assert await queue.requeue("big", attempt=1, place=Place.SAME, num_input_tokens=1)
+        await enqueue(queue, *"cdef")
+        assert ids(await queue.dispatch([report(seq=3, blocks=50)])) == ["c", "d", "e"]
+        await finish(queue, "big", *"cdef")
+
+    async def test_only_so_many_are_looked_past(self, make_queue: MakeQueue) -> None:
+        queue = make_queue("g1", replace(SETTINGS, max_passed=2))
+        await enqueue(queue, "big", "bigger", blocks=80)
+        await enqueue(queue, "small")
+        assert await queue.dispatch([report(blocks=50)]) == []
+        await finish(queue, "big")
+        assert ids(await queue.dispatch()) == ["small"]
+        await finish(queue, "bigger", "small")
 
     async def test_what_no_worker_can_ever_hold_stops_nobody(self, queue: Queue) -> None:
         await enqueue(queue, "huge", blocks=101)

@@ -14,17 +14,17 @@ local function next_argument()
   return ARGV[cursor - 1]
 end
 
--- Numbers older than the stored ones are not taken. Claims are forgotten once the stored numbers contain them.
+-- Numbers older than the stored ones are not taken; the same ones again say that the worker lives. Either way the stored
+-- numbers then contain the claims that the report accounts for.
 local function take_report()
   local worker, epoch, seq, model = next_argument(), next_argument(), next_argument(), next_argument()
   local block_size, num_blocks, max_num_seqs = next_argument(), next_argument(), next_argument()
   local free_slots, free_blocks = next_argument(), next_argument()
   local num_accounted = tonumber(next_argument())
   local stored_epoch, stored_seq = unpack(call('HMGET', worker_key(worker), 'epoch', 'seq'))
-  local age = stored_epoch and compare(epoch, stored_epoch) or 1
-  if age > 0 and stored_epoch then call('DEL', claims_key(worker)) end -- made against a process that is gone
-  local is_current = age > 0 or (age == 0 and compare(seq, stored_seq) >= 0)
-  if is_current then
+  local order = stored_epoch and compare(epoch, stored_epoch) or 1
+  if order == 0 then order = compare(seq, stored_seq) end
+  if order >= 0 then
     call('HSET', worker_key(worker), 'epoch', epoch, 'seq', seq, 'model', model, 'block_size', block_size,
       'num_blocks', num_blocks, 'max_num_seqs', max_num_seqs, 'free_slots', free_slots, 'free_blocks', free_blocks,
       'reported_at', int(NOW))
@@ -34,12 +34,12 @@ local function take_report()
   end
   for _ = 1, num_accounted do
     local id, attempt = next_argument(), next_argument()
-    local claim = age >= 0 and call('HGET', claims_key(worker), id)
+    local claim = call('HGET', claims_key(worker), id)
     if claim and string.match(claim, '^(%d+:%d+):') == epoch .. ':' .. attempt then drop_claim(id, worker) end
   end
 end
 
--- The worker's reported numbers less its claims not yet contained in them; nil without credit.
+-- The worker's reported numbers less the claims of its present epoch not yet contained in them; nil if it is silent.
 local function read_credit(worker, model)
   local epoch, its_model, block_size, num_blocks, max_num_seqs, slots, blocks, reported_at = unpack(call('HMGET',
     worker_key(worker), 'epoch', 'model', 'block_size', 'num_blocks', 'max_num_seqs', 'free_slots', 'free_blocks',

@@ -3,33 +3,36 @@
 from __future__ import annotations
 
 import asyncio
+import random
 import secrets
+from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import redis
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import (
-    Bundle,
-    RuleBasedStateMachine,
-    consumes,
-    invariant,
-    precondition,
-    rule,
-    run_state_machine_as_test,
-)
 
 from common.types import Band
 from gateway.queueing.queue import Claim, Place, WorkerReport
 from gateway.store.redis_queue import QueueSettings, RedisQueue
 from tests.integration.store.queue_model import QueueModel
-from tests.support.queueing import entry, report
+from tests.support.queueing import BLOCK_SIZE, entry, report
 from tests.support.redis import pool_keys, request_keys
 
 GATEWAYS = ("g1", "g2", "g3")
-SHAPES = {"w1": ("m", 3, 12), "w2": ("m", 2, 20), "w3": ("n", 2, 8)}  # worker -> model, slots, blocks
+SHAPES = {"w1": ("m", 4, 14), "w2": ("m", 3, 20), "w3": ("n", 2, 8)}  # worker -> model, slots, blocks
+MODELS = ("m", "m", "m", "n", "absent")
+SIZES = (1, 1, 2, 3, 5, 8, 12, 15, 20, 21)  # in blocks; the last fits no worker
+NUM_STEPS = 150
+FOR_EVER_S = 3600
 QUEUE_SETTINGS = QueueSettings(
-    max_overtakes=2, max_passed=3, claim_lease_s=3600, report_ttl_s=3600, owner_ttl_s=3600, max_connections=1
+    max_overtakes=2,
+    max_passed=3,
+    claim_lease_s=FOR_EVER_S,
+    report_ttl_s=FOR_EVER_S,
+    owner_ttl_s=FOR_EVER_S,
+    max_connections=1,
 )
 
 
@@ -40,7 +43,7 @@ class RealWorker:
     worker_id: str
     epoch: int = 1
     seq: int = 1
-    running: dict[str, tuple[Claim, int]] = field(default_factory=dict)
+    running: dict[str, tuple[Claim, int]] = field(default_factory=dict)  # request id -> claim, blocks
     unreported: dict[str, list[Claim]] = field(default_factory=dict)  # by gateway: in the numbers since its last usage
 
     def start(self, claim: Claim, blocks: int) -> None:
@@ -72,122 +75,119 @@ class RealWorker:
         )
 
 
-class QueueMachine(RuleBasedStateMachine):
-    """One step is one thing that happens somewhere in the fleet."""
+class Fleet:
+    """Three gateways on one store, three workers, and the dice that say what happens next."""
 
-    url: str
-    said = Bundle("said")
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.runner = asyncio.Runner()
+    def __init__(self, url: str, client: redis.Redis, dice: random.Random) -> None:
+        self.dice, self.client = dice, client
         self.pool = f"test-{secrets.token_hex(6)}"
-        self.client = redis.Redis.from_url(self.url, decode_responses=True)
-        self.queues = {
-            gateway: RedisQueue(self.url, pool=self.pool, gateway_id=gateway, settings=QUEUE_SETTINGS)
-            for gateway in GATEWAYS
-        }
         self.prefix = f"tidegate:{{{self.pool}}}:"
+        self.queues = {it: RedisQueue(url, pool=self.pool, gateway_id=it, settings=QUEUE_SETTINGS) for it in GATEWAYS}
         self.model = QueueModel(max_overtakes=QUEUE_SETTINGS.max_overtakes, max_passed=QUEUE_SETTINGS.max_passed)
         self.real = {worker: RealWorker(worker) for worker in SHAPES}
+        self.said: list[WorkerReport] = []  # on their way
         self.submitted: set[tuple[str, int]] = set()
-        self.names = 0
-        for gateway in GATEWAYS:
-            self.runner.run(self.queues[gateway].heartbeat(ttl_s=3600))
+        self.num_requests = 0
+        self.happened: Counter[str] = Counter()
 
     def living(self) -> list[str]:
         return [gateway for gateway in GATEWAYS if gateway not in self.model.dead]
 
-    def claimed(self, *, submitted: bool | None = None) -> list[Claim]:
-        claims = [it.claim for it in self.model.requests.values() if it.claim and it.entry.owner not in self.model.dead]
-        if submitted is None:
-            return claims
-        return [claim for claim in claims if ((claim.request_id, claim.attempt) in self.submitted) is submitted]
+    def any_queue(self) -> RedisQueue:
+        return self.queues[self.dice.choice(self.living())]
 
-    @rule(
-        gateway=st.integers(0, 9),
-        model=st.sampled_from(["m", "m", "n", "absent"]),
-        band=st.sampled_from(Band),
-        blocks=st.integers(1, 14),
-    )
-    def enqueue(self, gateway: int, model: str, band: Band, blocks: int) -> None:
-        owner = self.living()[gateway % len(self.living())]
-        self.names += 1
-        item = entry(f"r{self.names}", owner=owner, model=model, band=band, blocks=blocks)
-        self.runner.run(self.queues[owner].enqueue(item, max_length=1000))
-        self.model.enqueue(item)
+    def claimed(self) -> list[Claim]:
+        return [it.claim for it in self.model.requests.values() if it.claim and it.entry.owner not in self.model.dead]
 
-    @rule(target=said, worker=st.sampled_from(sorted(SHAPES)), gateway=st.sampled_from(GATEWAYS))
-    def report(self, worker: str, gateway: str) -> WorkerReport:
-        return self.real[worker].say(gateway)
+    def unsubmitted(self) -> list[Claim]:
+        return [claim for claim in self.claimed() if (claim.request_id, claim.attempt) not in self.submitted]
 
-    @rule(gateway=st.integers(0, 9), reports=st.lists(consumes(said), max_size=4))
-    def dispatch(self, gateway: int, reports: list[WorkerReport]) -> None:
-        """Reports arrive in any order, at any gateway."""
-        caller = self.living()[gateway % len(self.living())]
-        assert self.runner.run(self.queues[caller].dispatch(reports)) == self.model.dispatch(reports)
+    async def enqueue(self) -> None:
+        for _ in range(self.dice.randint(1, 4)):
+            self.num_requests += 1
+            item = entry(
+                f"r{self.num_requests}",
+                owner=self.dice.choice(self.living()),
+                model=self.dice.choice(MODELS),
+                band=self.dice.choice(tuple(Band)),
+                blocks=self.dice.choice(SIZES),
+            )
+            await self.queues[item.owner].enqueue(item, max_length=10_000)
+            self.model.enqueue(item)
 
-    @rule(gateway=st.integers(0, 9), worker=st.sampled_from(sorted(SHAPES)))
-    def report_and_dispatch(self, gateway: int, worker: str) -> None:
-        caller = self.living()[gateway % len(self.living())]
-        self.dispatch(gateway, [self.real[worker].say(caller)])
+    async def report(self) -> None:
+        worker = self.dice.choice(sorted(SHAPES))
+        self.said.append(self.real[worker].say(self.dice.choice(GATEWAYS)))
 
-    @precondition(lambda self: self.claimed(submitted=False))
-    @rule(data=st.data())
-    def submit(self, data: st.DataObject) -> None:
-        claim = data.draw(st.sampled_from(self.claimed(submitted=False)))
-        worker = self.real[claim.worker_id]
-        if worker.epoch == claim.worker_epoch:
-            self.submitted.add((claim.request_id, claim.attempt))
-            tokens = self.model.requests[claim.request_id].entry.num_tokens_needed
-            worker.start(claim, -(-tokens // report().limits.block_size))
+    async def dispatch(self) -> None:
+        """Reports arrive late and in any order, at any gateway."""
+        self.dice.shuffle(self.said)
+        count = self.dice.randint(0, len(self.said))
+        arriving, self.said = self.said[:count], self.said[count:]
+        await self.dispatch_with(arriving)
 
-    @precondition(lambda self: self.claimed())
-    @rule(data=st.data(), place=st.sampled_from(Place))
-    def requeue(self, data: st.DataObject, place: Place) -> None:
-        claim = data.draw(st.sampled_from(self.claimed()))
-        self.real[claim.worker_id].stop(claim.request_id)
-        call = self.queues[claim.owner].requeue(
-            claim.request_id, attempt=claim.attempt, place=place, num_input_tokens=1
-        )
-        assert self.runner.run(call)
-        self.model.undo_claim(claim.request_id, resumed=place is Place.FIRST)
+    async def report_and_dispatch(self) -> None:
+        await self.dispatch_with([worker.say(self.dice.choice(self.living())) for worker in self.real.values()])
 
-    @precondition(lambda self: any(it.entry.owner in self.living() for it in self.model.requests.values()))
-    @rule(data=st.data())
-    def finish(self, data: st.DataObject) -> None:
-        live = [it.entry for it in self.model.requests.values() if it.entry.owner in self.living()]
-        item = data.draw(st.sampled_from(live))
-        for worker in self.real.values():
-            worker.stop(item.request_id)
-        assert self.runner.run(self.queues[item.owner].finish(item.request_id))
-        self.model.remove(item.request_id)
+    async def dispatch_with(self, reports: list[WorkerReport]) -> None:
+        claims = await self.any_queue().dispatch(reports)
+        assert claims == self.model.dispatch(reports)
+        self.happened["claim"] += len(claims)
 
-    @precondition(lambda self: self.claimed(submitted=False))
-    @rule(data=st.data())
-    def let_a_lease_pass(self, data: st.DataObject) -> None:
-        claim = data.draw(st.sampled_from(self.claimed(submitted=False)))
-        if self.client.zadd(self.prefix + "leases", {claim.request_id: 1}, xx=True, ch=True):
-            self.model.undo_claim(claim.request_id, resumed=False)
-        self.heartbeat()
+    async def submit(self) -> None:
+        for claim in self.unsubmitted():
+            worker = self.real[claim.worker_id]
+            if self.dice.random() < 0.7 and worker.epoch == claim.worker_epoch:
+                self.submitted.add((claim.request_id, claim.attempt))
+                tokens = self.model.requests[claim.request_id].entry.num_tokens_needed
+                worker.start(claim, -(-tokens // BLOCK_SIZE))
 
-    @rule(worker=st.sampled_from(sorted(SHAPES)))
-    def restart_worker(self, worker: str) -> None:
-        self.real[worker].restart()
+    async def requeue(self) -> None:
+        if claims := self.claimed():
+            claim, place = self.dice.choice(claims), self.dice.choice(tuple(Place))
+            self.real[claim.worker_id].stop(claim.request_id)
+            queue = self.queues[claim.owner]
+            assert await queue.requeue(claim.request_id, attempt=claim.attempt, place=place, num_input_tokens=1)
+            assert not await queue.requeue(claim.request_id, attempt=claim.attempt, place=place, num_input_tokens=1)
+            self.model.undo_claim(claim.request_id, resumed=place is Place.FIRST)
 
-    @rule(worker=st.sampled_from(sorted(SHAPES)))
-    def forget_worker(self, worker: str) -> None:
-        epoch = self.real[worker].epoch
-        self.runner.run(self.queues[self.living()[0]].forget_worker(worker, epoch=epoch))
+    async def finish(self) -> None:
+        live = [it for it in self.model.requests.values() if it.entry.owner in self.living()]
+        running = [it for it in live if it.claim]
+        for request in self.dice.sample(running, len(running) // 2) + self.dice.sample(live, min(len(live), 1)):
+            item = request.entry
+            if item.request_id in self.model.requests:
+                for worker in self.real.values():
+                    worker.stop(item.request_id)
+                assert await self.queues[item.owner].finish(item.request_id)
+                self.model.remove(item.request_id)
+
+    async def let_a_lease_pass(self) -> None:
+        if claims := self.unsubmitted():
+            claim = self.dice.choice(claims)
+            if self.client.zadd(self.prefix + "leases", {claim.request_id: 1}, xx=True, ch=True):
+                self.model.undo_claim(claim.request_id, resumed=False)
+            await self.heartbeat()
+
+    async def lose_worker(self) -> None:
+        """A gateway lost its session, because the worker or only the connection went down."""
+        worker = self.dice.choice(sorted(SHAPES))
+        epoch = self.real[worker].epoch - self.dice.randint(0, 1)
+        await self.any_queue().forget_worker(worker, epoch=epoch)
         known = self.model.workers.get(worker)
         if known is not None and known.newest.epoch <= epoch:
             known.is_forgotten = True
+        if self.dice.random() < 0.5:
+            self.real[worker].restart()
 
-    @precondition(lambda self: len(self.living()) > 1)
-    @rule(data=st.data(), is_reaped=st.booleans())
-    def kill_gateway(self, data: st.DataObject, is_reaped: bool) -> None:
+    async def kill_or_revive_gateway(self) -> None:
+        if self.model.dead:
+            await self.revive_gateway()
+        else:
+            self.kill_gateway(self.dice.choice(GATEWAYS))
+
+    def kill_gateway(self, gateway: str) -> None:
         """Its sessions end, so workers stop its requests; its keys stay until somebody reaps them."""
-        gateway = data.draw(st.sampled_from(self.living()))
         self.model.dead.add(gateway)
         self.client.zadd(self.prefix + "gateways", {gateway: 1})
         for worker in self.real.values():
@@ -195,15 +195,22 @@ class QueueMachine(RuleBasedStateMachine):
             for claim, _ in list(worker.running.values()):
                 if claim.owner == gateway:
                     worker.stop(claim.request_id)
-        if is_reaped:
-            self.heartbeat()
 
-    def heartbeat(self) -> None:
-        assert self.runner.run(self.queues[self.living()[0]].heartbeat(ttl_s=3600)) == []
+    async def revive_gateway(self) -> None:
+        """It was only slow: it is told what it lost, and goes on."""
+        await self.heartbeat()
+        gateway = self.model.dead.pop()
+        lost = await self.queues[gateway].heartbeat(ttl_s=FOR_EVER_S)
+        assert not set(lost) & set(self.model.requests)
+        for request_id in lost:
+            assert not await self.queues[gateway].finish(request_id)
+        assert await self.queues[gateway].heartbeat(ttl_s=FOR_EVER_S) == []
+
+    async def heartbeat(self) -> None:
+        assert await self.any_queue().heartbeat(ttl_s=FOR_EVER_S) == []
         self.model.reap()
 
-    @invariant()
-    def no_worker_is_promised_more_than_it_has(self) -> None:
+    def check_no_worker_is_promised_more_than_it_has(self) -> None:
         for worker_id, worker in self.real.items():
             _, slots, blocks = SHAPES[worker_id]
             known = self.model.workers.get(worker_id)
@@ -213,27 +220,52 @@ class QueueMachine(RuleBasedStateMachine):
             assert len(promised) <= slots
             assert sum(n for _, n in promised.values()) <= blocks
 
-    def teardown(self) -> None:
+    async def live(self) -> None:
+        steps: dict[Callable[[], object], int] = {
+            self.enqueue: 5,
+            self.report: 3,
+            self.dispatch: 3,
+            self.report_and_dispatch: 5,
+            self.submit: 5,
+            self.finish: 4,
+            self.requeue: 2,
+            self.let_a_lease_pass: 1,
+            self.lose_worker: 1,
+            self.kill_or_revive_gateway: 1,
+        }
+        for gateway in GATEWAYS:
+            await self.queues[gateway].heartbeat(ttl_s=FOR_EVER_S)
+        for step in self.dice.choices(list(steps), list(steps.values()), k=NUM_STEPS):
+            await step()  # type: ignore[misc]
+            self.check_no_worker_is_promised_more_than_it_has()
+        for request_id, request in self.model.requests.items():
+            if request.entry.owner in self.living():
+                assert await self.queues[request.entry.owner].finish(request_id)
+        await self.any_queue().heartbeat(ttl_s=FOR_EVER_S)
+        assert request_keys(self.client, self.pool) == []
+
+    async def close(self) -> None:
+        for queue in self.queues.values():
+            await queue.close()
+        for key in pool_keys(self.client, self.pool):
+            self.client.delete(key)
+
+
+def test_the_scripts_agree_with_the_model(redis_url: str, redis_client: redis.Redis) -> None:
+    happened: Counter[str] = Counter()
+
+    async def live(seed: int) -> None:
+        fleet = Fleet(redis_url, redis_client, random.Random(seed))
         try:
-            for request_id, request in list(self.model.requests.items()):
-                if request.entry.owner in self.living():
-                    assert self.runner.run(self.queues[request.entry.owner].finish(request_id))
-            self.runner.run(self.queues[self.living()[0]].heartbeat(ttl_s=3600))
-            assert request_keys(self.client, self.pool) == []
+            await fleet.live()
         finally:
-            for queue in self.queues.values():
-                self.runner.run(queue.close())
-            for key in pool_keys(self.client, self.pool):
-                self.client.delete(key)
-            self.client.close()
-            self.runner.close()
+            await fleet.close()
+        happened.update(fleet.happened)
 
+    @settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+    @given(seed=st.integers(0, 2**32 - 1))
+    def any_life(seed: int) -> None:
+        asyncio.run(live(seed))
 
-def test_the_scripts_agree_with_the_model(redis_url: str) -> None:
-    machine = type("QueueMachineOnRedis", (QueueMachine,), {"url": redis_url})
-    run_state_machine_as_test(
-        machine,
-        settings=settings(
-            max_examples=40, stateful_step_count=60, deadline=None, suppress_health_check=list(HealthCheck)
-        ),
-    )
+    any_life()
+    assert happened["claim"] > 100, "lives without claims would show nothing"
