@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -12,6 +13,7 @@ from worker.cache.manager import CacheManager
 from worker.cache.pool import BlockPool
 from worker.cache.storage import KVLayout
 from worker.engine.engine import Engine
+from worker.engine.executor import Executor
 from worker.engine.scheduler import Scheduler, SchedulerConfig
 from worker.kernels import BACKENDS, load_backend
 from worker.model.loaded_model import LoadedModel
@@ -59,15 +61,15 @@ def build_runner(
 
 def build_engine(
     model: LoadedModel,
-    runner: ModelRunner,
+    runner: Executor,
     options: EngineOptions,
-    scheduler_type: type[Scheduler] = Scheduler,
+    make_scheduler: Callable[[CacheManager, SchedulerConfig], Scheduler] = Scheduler,
 ) -> tuple[Engine, CacheManager]:
     """A fresh engine, with an empty pool and one open session, over a runner that may have served others before."""
     manager = CacheManager(
         BlockPool(runner.num_blocks), runner.block_size, keyed_digest(b""), prefix_cache=options.prefix_cache
     )
-    scheduler = scheduler_type(
+    scheduler = make_scheduler(
         manager,
         SchedulerConfig(
             max_num_seqs=options.max_num_seqs,
