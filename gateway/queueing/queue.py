@@ -88,25 +88,30 @@ class Queue(Protocol):
         """Adds a request at the end of its flow.
 
         Raises DuplicateRequestError if a live request has the id and LimitExceededError(QUEUE_FULL) if its band
-        already holds `max_length` waiting requests; either way nothing is written.
+        already holds `max_length` waiting requests; either way nothing is written, and the caller must not finish it.
+        A cancelled enqueue is withdrawn; one whose outcome the store did not tell is removed with the next heartbeat.
         """
         ...
 
     async def dispatch(self, reports: Sequence[WorkerReport] = ()) -> list[Claim]:
         """Takes in workers' reports, then claims heads in policy order while some worker has credit.
 
-        Reports older than the stored (epoch, seq) change no numbers; the claims that a report accounts for are forgotten
-        either way once the stored numbers contain them. Returns the claims made for requests of every owner; claims of
-        other owners are also put into their inbox, so the caller acts only on its own.
+        Reports older than the stored (epoch, seq) change no numbers; the claims that a report accounts for are
+        forgotten either way once the stored numbers contain them. Returns the claims made for requests of every owner;
+        claims of other owners are also put into their inbox, so the caller acts only on its own.
         """
         ...
 
     async def requeue(self, request_id: str, *, attempt: int, place: Place, num_input_tokens: int) -> bool:
-        """Undoes a claim: the request waits again. False (and no change) if that attempt is not the current one."""
+        """Undoes a claim: the request waits again. False (and no change) if that attempt is not this
+        gateway's present claim: another is, or the request waits already, its lease having passed."""
         ...
 
     async def finish(self, request_id: str) -> bool:
-        """Removes every trace of a request, waiting or claimed. False if there was none. Idempotent."""
+        """Removes every trace of a request of this gateway, waiting or claimed. False if there was none. Idempotent.
+
+        One that the store did not answer is repeated with the next heartbeat.
+        """
         ...
 
     async def owner_of(self, request_id: str) -> str | None:

@@ -15,7 +15,7 @@ from common.types import Band, Reason
 from gateway.queueing.queue import Claim, InboxMessage, Place, Queue, WorkerRecord
 from gateway.store.redis_queue import QueueSettings, RedisQueue
 from tests.support.queueing import entry, eventually, ids, report
-from tests.support.redis import request_keys
+from tests.support.redis import pool_keys, request_keys
 
 MakeQueue = Callable[..., Queue]
 SETTINGS = QueueSettings(max_overtakes=3)
@@ -144,6 +144,12 @@ class TestCredit:
         await enqueue(queue, "a")
         assert await queue.dispatch([report(epoch=epoch, seq=seq, slots=4)]) == []
         assert ids(await queue.dispatch([report(epoch=5, seq=6, slots=4)])) == ["a"]
+        await finish(queue, "a")
+
+    async def test_sequence_numbers_are_compared_as_numbers(self, queue: Queue) -> None:
+        await queue.dispatch([report(seq=9, slots=4), report(seq=10, slots=0)])
+        await enqueue(queue, "a")
+        assert await queue.dispatch([report(seq=9, slots=4)]) == []
         await finish(queue, "a")
 
     async def test_epochs_of_64_bits_are_told_apart(self, queue: Queue) -> None:
@@ -520,6 +526,17 @@ class TestReaping:
         await eventually(is_refused)
         assert ids(await queue.dispatch([report(slots=400, max_num_seqs=400)])) == [sent[-1]], "the same numbers, alive"
         await finish(queue, *sent)
+
+    async def test_a_gateway_that_closes_leaves_nothing_of_its_own(
+        self, make_queue: MakeQueue, redis_client: redis.Redis, pool: str
+    ) -> None:
+        g1, g2 = make_queue("g1"), make_queue("g2")
+        await g1.heartbeat(ttl_s=60)
+        await enqueue(g1, "a")
+        await g2.send_cancel("a")
+        assert any(key.endswith(":inbox:g1") for key in pool_keys(redis_client, pool))
+        await g1.close()
+        assert [key.split("}:")[1] for key in pool_keys(redis_client, pool)] == ["sequence"]
 
     async def test_a_heartbeat_knows_every_live_request(self, queue: Queue) -> None:
         await enqueue(queue, "a", "b", "c")
