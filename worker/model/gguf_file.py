@@ -16,7 +16,7 @@ from torch import Tensor
 from worker.model.config import ModelConfig, RopeScaling, stretched_positions
 from worker.model.gguf_header import GgufHeader, TensorPlace, read_header
 from worker.model.gguf_tokenizer import text_parts
-from worker.model.loaded_model import LoadedModel, ModelLoadError, check_config, check_shapes
+from worker.model.loaded_model import LoadedModel, ModelLoadError, allocate, check_config, check_shapes
 
 # llama.cpp rotates neighbouring pairs for these, so its converter interleaves the halves of each head's Q and K rows.
 _INTERLEAVED = {"llama": True, "qwen2": False, "qwen3": False}
@@ -186,7 +186,7 @@ def _read_tensor(file: BinaryIO, place: TensorPlace, dtype: torch.dtype) -> Tens
     """Reads and dequantizes one tensor a few rows at a time, so that no float32 copy of the whole exists."""
     rows = math.prod(place.byte_shape[:-1])
     row_bytes, row_values = place.byte_shape[-1], place.shape[-1]
-    result = torch.empty((rows, row_values), dtype=dtype)
+    result = allocate((rows, row_values), dtype)
     step = max(1, _CHUNK_VALUES // row_values)
     file.seek(place.offset)
     for start in range(0, rows, step):
@@ -205,4 +205,5 @@ def _read_tensor(file: BinaryIO, place: TensorPlace, dtype: torch.dtype) -> Tens
 def _separate_halves(rows: Tensor, num_heads: int) -> Tensor:
     """Puts each head's rows (x0, y0, x1, y1, ...) into the order (x0, x1, ..., y0, y1, ...); [heads*head_dim, ...]."""
     pairs = rows.reshape(num_heads, -1, 2, *rows.shape[1:])
-    return pairs.transpose(1, 2).reshape(rows.shape).contiguous()
+    result = allocate(tuple(rows.shape), rows.dtype)
+    return result.copy_(pairs.transpose(1, 2).reshape(rows.shape))

@@ -49,9 +49,9 @@ def read_header(path: Path) -> GgufHeader:
     """
     size = path.stat().st_size
     with path.open("rb") as file:
-        cursor = _Cursor(file, size)
         if file.read(4) != b"GGUF":
             raise ModelLoadError(f"{path} is not a GGUF file")
+        cursor = _Cursor(file, size - 4)
         version = cursor.scalar("I")
         if version not in (2, 3):
             raise ModelLoadError(f"{path} has GGUF version {version}; supported are 2 and 3, little-endian")
@@ -84,13 +84,14 @@ def _tensor_entry(cursor: _Cursor) -> tuple[str, tuple[int, ...], int, int]:
 class _Cursor:
     """Reads little-endian values one after the other, and never more than the file has."""
 
-    def __init__(self, file: BinaryIO, size: int) -> None:
+    def __init__(self, file: BinaryIO, num_left: int) -> None:
         self._file = file
-        self._size = size
+        self._num_left = num_left  # bytes
 
     def _take(self, count: int) -> bytes:
-        if count > self._size - self._file.tell():
+        if count > self._num_left:
             raise ModelLoadError(f"{self._file.name} ends inside its header: it is truncated or damaged")
+        self._num_left -= count
         return self._file.read(count)
 
     def scalar(self, code: str) -> Any:

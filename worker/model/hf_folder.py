@@ -15,7 +15,7 @@ from safetensors import SafetensorError, safe_open
 from tokenizers import Tokenizer
 
 from worker.model.config import ModelConfig, RopeScaling, stretched_positions
-from worker.model.loaded_model import LoadedModel, ModelLoadError, TextParts, check_config, check_shapes
+from worker.model.loaded_model import LoadedModel, ModelLoadError, TextParts, allocate, check_config, check_shapes
 
 _ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 _ROPE_KINDS = ("default", "linear", "dynamic", "llama3", "yarn")
@@ -62,8 +62,8 @@ def load_folder(path: Path, dtype: torch.dtype, name: str) -> LoadedModel:
                     shapes[canonical] = tuple(stored.get_slice(key).get_shape())
         check_shapes(config, shapes)
         for canonical, stored, key in places:
-            # A copy, because the tensor is a view of the mapped file, which is to be closed.
-            tensors[canonical] = stored.get_tensor(key).to(dtype, copy=True)
+            # A copy, because what is read is a view of the mapped file, which is to be closed.
+            tensors[canonical] = allocate(shapes[canonical], dtype).copy_(stored.get_tensor(key))
     return LoadedModel(config, tensors, text)
 
 

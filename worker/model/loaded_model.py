@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import math
+import mmap
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from worker.model.config import ModelConfig
@@ -34,6 +37,15 @@ class LoadedModel:
     config: ModelConfig
     tensors: dict[str, Tensor]
     text: TextParts
+
+
+def allocate(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """A zeroed tensor in memory of its own, which goes back to the system as soon as the tensor is let go.
+
+    Kernels pack the weights into copies, and the heap would keep what the originals took.
+    """
+    memory = mmap.mmap(-1, max(1, math.prod(shape)) * dtype.itemsize)
+    return torch.frombuffer(memory, dtype=dtype)[: math.prod(shape)].view(shape)
 
 
 def expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
