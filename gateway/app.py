@@ -16,6 +16,7 @@ from common.errors import UnavailableError
 from common.metrics import GatewayMetrics, MetricsServer
 from common.rpc.fleet_key import fleet_authenticator
 from common.rpc.server import RpcServer, ServerOptions
+from gateway.admission.drain_rate import DrainRate
 from gateway.admission.limiter import Unlimited
 from gateway.background import Background
 from gateway.config import GatewaySettings
@@ -62,6 +63,7 @@ class GatewayApp:
         self._store = StoreHealth(metrics, self._changed.set)
         self.fleet = Fleet(clock, settings.default_model, self._changed.set)
         self.queue = RedisQueue(redis_url, pool=settings.pool, gateway_id=self.gateway_id)
+        drain_rate = DrainRate(random.uniform)
         self.dispatcher = Dispatcher(
             self.queue,
             self.fleet,
@@ -69,10 +71,18 @@ class GatewayApp:
             self._store,
             metrics,
             clock,
+            drain_rate,
             DispatcherSettings(self.gateway_id, settings.max_attempts),
         )
         self._housekeeper = Housekeeper(
-            self.dispatcher, self.queue, self.fleet, self._store, metrics, clock, _housekeeper_settings(settings)
+            self.dispatcher,
+            self.queue,
+            self.fleet,
+            self._store,
+            metrics,
+            clock,
+            drain_rate,
+            _housekeeper_settings(settings),
         )
         self._prompts = PromptReader(settings.tokenizer_threads)
         self._handler = Handler(
@@ -85,6 +95,7 @@ class GatewayApp:
             self._store,
             metrics,
             clock,
+            drain_rate,
             HandlerSettings(self.gateway_id, settings.max_queue_length, settings.credit_output_tokens),
             choose_id=lambda: random.randbytes(12).hex(),
             choose_seed=lambda: random.getrandbits(64),

@@ -20,6 +20,7 @@ from common.errors import (
 )
 from common.metrics import GatewayMetrics
 from common.types import BlockUsage, FinishReason, Reason
+from gateway.admission.drain_rate import DrainRate
 from gateway.background import Background
 from gateway.lifecycle import failed, finished
 from gateway.live import LiveRequest
@@ -69,6 +70,7 @@ class Dispatcher:
         store: StoreHealth,
         metrics: GatewayMetrics,
         clock: Clock,
+        drain_rate: DrainRate,
         settings: DispatcherSettings,
     ) -> None:
         self._queue = queue
@@ -77,6 +79,7 @@ class Dispatcher:
         self._store = store
         self._metrics = metrics
         self._clock = clock
+        self._drain_rate = drain_rate
         self._settings = settings
         self._live: dict[str, LiveRequest] = {}
         self._reports = PendingReports()
@@ -157,6 +160,7 @@ class Dispatcher:
         self._metrics.claims.inc()
         self.stop_work(live)  # of an attempt that the queue has given up; usually there is none
         now = self._clock.monotonic()
+        self._drain_rate.count(now)
         if live.taken_at is None:
             self._metrics.queue_wait.labels(live.request.band.name.lower()).observe(now - live.queued_at)
         live.begin(claim, now)
@@ -177,7 +181,8 @@ class Dispatcher:
 
     def _return_to_queue(self, live: LiveRequest, claim: Claim, place: Place, cause: str) -> None:
         """Undoes a claim. After a refusal it waits a little, or the same stale numbers would bring it back at once."""
-        live.back_to_queue(self._clock.monotonic())
+        # One that never began has waited all the time; one that was interrupted waits anew.
+        live.back_to_queue(queued_at=live.queued_at if place is Place.SAME else self._clock.monotonic())
         self._metrics.requeued.labels(cause).inc()
         delay_s = 0.0
         if place is Place.SAME:

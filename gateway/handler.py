@@ -9,9 +9,10 @@ from dataclasses import dataclass
 import structlog
 
 from common.clock import Clock
-from common.errors import DeadlineExceededError, TidegateError, UnavailableError
+from common.errors import DeadlineExceededError, LimitExceededError, TidegateError, UnavailableError
 from common.metrics import GatewayMetrics
 from common.types import Reason
+from gateway.admission.drain_rate import DrainRate
 from gateway.admission.limiter import Cost, Limiter
 from gateway.answer import Accepted, Answer, Event
 from gateway.background import Background
@@ -62,6 +63,7 @@ class Handler:
         store: StoreHealth,
         metrics: GatewayMetrics,
         clock: Clock,
+        drain_rate: DrainRate,
         settings: HandlerSettings,
         *,
         choose_id: Callable[[], str],
@@ -76,6 +78,7 @@ class Handler:
         self._store = store
         self._metrics = metrics
         self._clock = clock
+        self._drain_rate = drain_rate
         self._settings = settings
         self._choose_id = choose_id
         self._choose_seed = choose_seed
@@ -185,6 +188,11 @@ class Handler:
             await self._queue.enqueue(entry, max_length=settings.max_queue_length)
         except UnavailableError as error:
             self._store.failed(error)
+            raise
+        except LimitExceededError as error:
+            # Not for one place: everybody who was refused is told about the same time.
+            num_ahead = max(1, settings.max_queue_length // 10)
+            error.retry_after_s = self._drain_rate.retry_after_s(num_ahead, self._clock.monotonic())
             raise
         live.is_enqueued = True
         self._dispatcher.kick()

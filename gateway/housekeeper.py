@@ -9,6 +9,7 @@ from common.clock import Clock
 from common.errors import LimitExceededError, TidegateError, UnavailableError
 from common.metrics import GatewayMetrics
 from common.types import Reason
+from gateway.admission.drain_rate import DrainRate
 from gateway.background import Background
 from gateway.dispatcher import Dispatcher
 from gateway.lifecycle import RequestState, failed
@@ -41,6 +42,7 @@ class Housekeeper:
         store: StoreHealth,
         metrics: GatewayMetrics,
         clock: Clock,
+        drain_rate: DrainRate,
         settings: HousekeeperSettings,
     ) -> None:
         self._dispatcher = dispatcher
@@ -49,7 +51,9 @@ class Housekeeper:
         self._store = store
         self._metrics = metrics
         self._clock = clock
+        self._drain_rate = drain_rate
         self._settings = settings
+        self._num_waiting = 0  # in all bands, as the store said last
 
     def start(self, background: Background) -> None:
         """Starts the loops."""
@@ -77,6 +81,7 @@ class Housekeeper:
         self._store.answered()
         for fleet_id in unknown:
             self._on_unknown(fleet_id)
+        self._num_waiting = sum(depth.num_waiting for depth in depths)
         for depth in depths:
             band = depth.band.name.lower()
             self._metrics.queue_depth.labels(band).set(depth.num_waiting)
@@ -110,5 +115,6 @@ class Housekeeper:
             return UnavailableError(message, reason=Reason.NO_WORKERS, retry_after_s=limits.no_worker_timeout_s)
         if now - live.queued_at >= limits.queue_ttl_s and self._fleet.num_ready(model) > 0:
             message = f"waited {limits.queue_ttl_s:g} s in the queue, the most that is allowed here"
-            return LimitExceededError(message, reason=Reason.QUEUE_TTL, retry_after_s=limits.queue_ttl_s / 4)
+            retry_after_s = self._drain_rate.retry_after_s(self._num_waiting, now)
+            return LimitExceededError(message, reason=Reason.QUEUE_TTL, retry_after_s=retry_after_s)
         return None

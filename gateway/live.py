@@ -111,10 +111,10 @@ class LiveRequest:
         if self.taken_at is None:
             self.taken_at = now
 
-    def back_to_queue(self, now: float) -> None:
-        """Its claim is void: it waits again."""
+    def back_to_queue(self, *, queued_at: float) -> None:
+        """Its claim is void: it waits again, as if since `queued_at`."""
         self.claim = None
-        self.queued_at = now
+        self.queued_at = queued_at
         if self.lifecycle.state is not RequestState.QUEUED:
             self.lifecycle.advance(RequestState.QUEUED)
 

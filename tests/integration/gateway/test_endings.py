@@ -250,6 +250,7 @@ async def test_a_full_queue_refuses(rig: Rig) -> None:
     answer = await client.ask("third")
     assert answer.error is not None
     assert (answer.error.code(), reason_of(answer.error)) == (grpc.StatusCode.RESOURCE_EXHAUSTED, "QUEUE_FULL")
+    assert detail_of(answer.error, error_details_pb2.RetryInfo).retry_delay.ToMilliseconds() > 0
     queued.cancel()
     await worker.step()
     assert (await first).error is None

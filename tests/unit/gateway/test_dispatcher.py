@@ -10,6 +10,7 @@ from prometheus_client import CollectorRegistry
 from common.errors import DuplicateRequestError, InternalError, InvalidRequestError, NotFoundError, UnavailableError
 from common.metrics import GatewayMetrics
 from common.types import BlockUsage, ClaimRef, FinishReason, Reason
+from gateway.admission.drain_rate import DrainRate
 from gateway.background import Background
 from gateway.dispatcher import Dispatcher, DispatcherSettings
 from gateway.lifecycle import RequestState, gone
@@ -52,8 +53,8 @@ async def bench() -> AsyncIterator[Bench]:
     metrics = GatewayMetrics(CollectorRegistry())
     background = Background(lambda: None)
     queue, clock, store = FakeQueue(), FakeClock(), StoreHealth(metrics, lambda: None)
-    fleet = Fleet(clock, "")
-    dispatcher = Dispatcher(queue, fleet, background, store, metrics, clock, DispatcherSettings("me", 3))
+    fleet, drain_rate = Fleet(clock, ""), DrainRate(lambda low, high: 1.0)
+    dispatcher = Dispatcher(queue, fleet, background, store, metrics, clock, drain_rate, DispatcherSettings("me", 3))
     background.run(dispatcher._dispatch_loop, "dispatch")
     session = FakeSession()
     dispatcher.on_ready(session, SERVED)

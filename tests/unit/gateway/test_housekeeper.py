@@ -10,13 +10,14 @@ from prometheus_client import CollectorRegistry
 from common.errors import TidegateError
 from common.metrics import GatewayMetrics
 from common.types import Reason
+from gateway.admission.drain_rate import DrainRate
 from gateway.background import Background
 from gateway.dispatcher import Dispatcher, DispatcherSettings
 from gateway.housekeeper import Housekeeper, HousekeeperSettings
 from gateway.lifecycle import RequestState
 from gateway.live import LiveRequest
 from gateway.placement.fleet import Fleet
-from gateway.placement.worker import WorkerState
+from gateway.placement.worker import RejectedEvent, WorkerState
 from gateway.queueing.queue import Claim
 from gateway.store_health import StoreHealth
 from tests.unit.gateway.fakes import SERVED, FakeClock, FakeQueue, FakeSession, live_request
@@ -55,12 +56,12 @@ async def bench() -> AsyncIterator[Bench]:
     metrics = GatewayMetrics(CollectorRegistry())
     background = Background(lambda: None)
     queue, clock, store = FakeQueue(), FakeClock(), StoreHealth(metrics, lambda: None)
-    fleet = Fleet(clock, "")
-    dispatcher = Dispatcher(queue, fleet, background, store, metrics, clock, DispatcherSettings("me", 3))
+    fleet, drain_rate = Fleet(clock, ""), DrainRate(lambda low, high: 1.0)
+    dispatcher = Dispatcher(queue, fleet, background, store, metrics, clock, drain_rate, DispatcherSettings("me", 3))
     session = FakeSession()
     dispatcher.on_ready(session, SERVED)
     settings = HousekeeperSettings(queue_ttl_s=60, no_worker_timeout_s=10, heartbeat_s=1, heartbeat_ttl_s=5)
-    housekeeper = Housekeeper(dispatcher, queue, fleet, store, metrics, clock, settings)
+    housekeeper = Housekeeper(dispatcher, queue, fleet, store, metrics, clock, drain_rate, settings)
     yield Bench(housekeeper, dispatcher, queue, clock, fleet, session)
     await background.close()
 
@@ -108,6 +109,18 @@ async def test_what_runs_is_not_waiting(bench: Bench) -> None:
     bench.clock.now += 1000
     bench.sweep()
     assert await bench.end_of(live) is None
+
+
+async def test_a_request_that_workers_keep_refusing_has_waited_all_the_time(bench: Bench) -> None:
+    live = bench.enqueued()
+    for attempt in range(1, 7):
+        bench.clock.now += 10
+        live.begin(Claim(live.fleet_id, "me", "w1", 1, attempt), bench.clock.now)
+        bench.dispatcher.on_rejected("w1", RejectedEvent(live.fleet_id, attempt, Reason.NO_CREDIT, ""))
+    bench.sweep()
+    error = await bench.end_of(live)
+    assert error is not None
+    assert error.reason is Reason.QUEUE_TTL
 
 
 @pytest.mark.parametrize("is_running", [False, True])
