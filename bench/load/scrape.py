@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import http.client
-import urllib.error
 import urllib.request
 from collections.abc import Awaitable, Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -34,10 +33,7 @@ class Sample:
 
     def to_json(self) -> dict[str, object]:
         """For the result's timeline."""
-        names = [name for name in self.__dataclass_fields__ if name not in ("at_s", "blocks")]
-        return {"at_s": round(self.at_s, 3), "blocks": dict(self.blocks)} | {
-            name: getattr(self, name) for name in names
-        }
+        return asdict(self) | {"at_s": round(self.at_s, 3)}
 
 
 @dataclass(slots=True)

@@ -1,0 +1,258 @@
+"""Pictures of runs as PNG files: each function draws one figure from values that are given to it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from operator import methodcaller
+from pathlib import Path
+from statistics import median
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from bench.load.campaign import Run
+from bench.load.goodput import GoodputRule
+from bench.load.scrape import BLOCK_STATES
+from bench.load.summary import (
+    OUTPUT_WEIGHT,
+    PROMPT_WEIGHT,
+    Distribution,
+    Latencies,
+    cumulative_service,
+    in_flight,
+    output_rate,
+)
+
+DPI = 130
+SHOWN_PERCENTILES = {50: "#1f77b4", 90: "#e08214", 99: "#c51b3d"}
+METRIC_NAMES = {
+    "ttft": "TTFT: first token - scheduled arrival",
+    "tpot": "TPOT: time per output token after the first",
+    "itl": "ITL: gap between deliveries",
+    "e2el": "E2E: end - scheduled arrival",
+}
+_BLOCK_COLOURS = {"referenced": "#1f77b4", "cached": "#9ecae1", "swapping": "#e08214", "empty": "#eeeeee"}
+_TIMELINE_POINTS = 400
+_GREY = "#555555"
+
+
+def offered_axis(runs: Sequence[Run]) -> str:
+    """What a sweep varied, for an axis."""
+    if any(run.point.concurrency is not None for run in runs):
+        return "concurrency (closed loop)"
+    return "offered rate, requests/s"
+
+
+def latency_by_load(runs: Sequence[Run], rule: GoodputRule) -> Figure:
+    """TTFT, TPOT, ITL and E2E percentiles against what was offered; dashed: the goodput rule's limits."""
+    figure, panels = _grid(f"Latency against {offered_axis(runs)}", 2, 2)
+    limits = rule.to_json()
+    for axes, (name, title) in zip(panels, METRIC_NAMES.items(), strict=True):
+        for q, colour in SHOWN_PERCENTILES.items():
+            _line(axes, runs, methodcaller("figure", f"p{q}_{name}_ms"), f"P{q}", colour)
+        if f"{name}_ms" in limits:
+            axes.axhline(limits[f"{name}_ms"], color=_GREY, linestyle="--", linewidth=1, label="goodput limit")
+        _finish(axes, title, offered_axis(runs), "ms", is_log_y=_spans_decades(axes))
+    return figure
+
+
+def latency_distribution(run: Run) -> Figure:
+    """The cumulative distribution of each latency in one run."""
+    figure, panels = _grid(f"Distribution of latency, {run.point.label}", 2, 2)
+    for axes, (name, distribution) in zip(panels, Latencies.of(run.records).items(), strict=True):
+        _cumulative(axes, distribution)
+        _finish(axes, METRIC_NAMES[name], "ms", "share of requests" if name != "itl" else "share of gaps")
+        axes.set_ylim(0, 1.02)
+    return figure
+
+
+def _cumulative(axes: Axes, distribution: Distribution) -> None:
+    values = [value * 1e3 for value in distribution.ordered]
+    if not values:
+        _say(axes, "no completed request")
+        return
+    axes.plot(
+        values, [(index + 1) / len(values) for index in range(len(values))], drawstyle="steps-post", color="#1f77b4"
+    )
+    for q, colour in SHOWN_PERCENTILES.items():
+        value = distribution.ms(q)
+        if value is not None:
+            axes.axvline(value, color=colour, linestyle="--", linewidth=1, label=f"P{q} {value:,.4g} ms")
+    if values[0] > 0 and values[-1] > 30 * values[0]:
+        axes.set_xscale("log")
+
+
+def throughput_by_concurrency(runs: Sequence[Run]) -> Figure:
+    """Output tokens a second against the requests in flight, and what each of them gets."""
+    figure, (left, right) = _grid("Throughput against concurrency", 1, 2)
+    for run in runs:
+        flight, rate = run.figure("mean_concurrent_requests"), run.figure("output_throughput")
+        if not flight or rate is None:
+            continue
+        for axes, value in ((left, rate), (right, rate / flight)):
+            axes.plot(flight, value, "o", color="#1f77b4")
+            axes.annotate(
+                _short(run), (flight, value), textcoords="offset points", xytext=(5, 5), fontsize=8, color=_GREY
+            )
+    _finish(left, "All requests together", "mean requests in flight", "output tokens/s", has_legend=False)
+    _finish(right, "For each request in flight", "mean requests in flight", "output tokens/s", has_legend=False)
+    return figure
+
+
+def latency_by_throughput(runs: Sequence[Run]) -> Figure:
+    """Latency against the throughput reached: beyond the knee more load buys only waiting."""
+    figure, panels = _grid("Latency against throughput: the knee", 1, 2)
+    for axes, name in zip(panels, ("ttft", "e2el"), strict=True):
+        for q, colour in SHOWN_PERCENTILES.items():
+            points = [
+                (rate, latency, run)
+                for run in sorted(runs, key=lambda run: run.point.offered or 0.0)
+                if (rate := run.figure("output_throughput")) is not None
+                and (latency := run.figure(f"p{q}_{name}_ms")) is not None
+            ]
+            axes.plot([each[0] for each in points], [each[1] for each in points], "o-", color=colour, label=f"P{q}")
+            if q == max(SHOWN_PERCENTILES):
+                for rate, latency, run in points:
+                    _label(axes, run, rate, latency)
+        _finish(axes, METRIC_NAMES[name], "output tokens/s reached", "ms", is_log_y=_spans_decades(axes))
+    return figure
+
+
+def goodput(runs: Sequence[Run], rule: GoodputRule, capacity: float | None, target: float) -> Figure:
+    """Requests a second that were completed and that were good; the shares of good, refused and failed ones."""
+    figure, (left, right) = _grid(f"Goodput: {rule}", 1, 2)
+    _line(left, runs, lambda run: run.figure("request_throughput"), "completed", "#1f77b4")
+    _line(left, runs, lambda run: run.figure("request_goodput"), "good", "#2ca02c")
+    _line(right, runs, lambda run: _percent(run.figure("slo_attainment")), "good, of all sent", "#2ca02c")
+    _line(right, runs, lambda run: _percent(run.figure("rejection_rate")), "refused", "#e08214")
+    _line(right, runs, _failed_percent, "failed otherwise", "#c51b3d")
+    right.axhline(target * 100, color=_GREY, linestyle="--", linewidth=1, label=f"target {target:.0%}")
+    if capacity is not None:
+        for axes in (left, right):
+            axes.axvline(capacity, color=_GREY, linestyle=":", label=f"capacity {capacity:.3g}/s")
+    _finish(left, "Requests served", offered_axis(runs), "requests/s")
+    _finish(right, "What became of them", offered_axis(runs), "%")
+    right.set_ylim(-3, 103)
+    return figure
+
+
+def timeline(run: Run) -> Figure:
+    """One run over time: requests, KV blocks, preemptions, tokens. Without endpoints only what the client saw."""
+    samples = run.timeline.samples
+    figure, panels = _grid(f"Timeline, {run.point.label}", 4, 1, shares_x=True, height=2.1)
+    requests, blocks, preemptions, tokens = panels
+    end = max(run.duration_s, samples[-1].at_s if samples else 0.0, 1e-3)
+    times = [end * step / _TIMELINE_POINTS for step in range(_TIMELINE_POINTS + 1)]
+    at = [sample.at_s for sample in samples]
+    requests.plot(times, in_flight(run.records, times), color="#bbbbbb", label="due and not ended (client)")
+    if samples:
+        requests.plot(at, [each.running for each in samples], color="#1f77b4", label="running (workers)")
+        requests.plot(at, [each.waiting for each in samples], color="#e08214", label="waiting (workers)")
+        requests.plot(at, [each.queued for each in samples], color="#c51b3d", label="queued (gateway)")
+        blocks.stackplot(
+            at,
+            *([each.blocks[state] for each in samples] for state in BLOCK_STATES),
+            labels=BLOCK_STATES,
+            colors=[_BLOCK_COLOURS[state] for state in BLOCK_STATES],
+        )
+        preemptions.step(
+            at, [each.preemptions - samples[0].preemptions for each in samples], where="post", color="#c51b3d"
+        )
+    else:
+        for axes in (blocks, preemptions):
+            _say(axes, "no metrics endpoint was given")
+    tokens.step(range(len(rates := output_rate(run.records, run.duration_s))), rates, where="post", color="#2ca02c")
+    _finish(requests, "Requests", "", "")
+    _finish(blocks, "KV blocks by state", "", "", has_legend=bool(samples))
+    _finish(preemptions, "Preemptions since the start", "", "", has_legend=False)
+    _finish(tokens, "Output tokens received in each second", "seconds since the start", "", has_legend=False)
+    tokens.set_xlim(0, end)
+    return figure
+
+
+def service(run: Run) -> Figure:
+    """The cumulative service of each tenant: equal shares are parallel lines while all of them wait."""
+    figure, (axes,) = _grid(f"Service by tenant, {run.point.label}", 1, 1, height=4.2)
+    times = [run.duration_s * step / _TIMELINE_POINTS for step in range(_TIMELINE_POINTS + 1)]
+    for tenant, curve in cumulative_service(run.records, times).items():
+        axes.plot(times, curve, label=tenant)
+    title = f"Tokens served ({PROMPT_WEIGHT} for a prompt token, {OUTPUT_WEIGHT} for an output token)"
+    _finish(axes, title, "seconds since the start", "weighted tokens")
+    return figure
+
+
+def save(figure: Figure, path: Path) -> Path:
+    """Writes the figure as PNG and returns the path."""
+    figure.savefig(path, dpi=DPI, format="png")
+    return path
+
+
+def _grid(
+    title: str, rows: int, columns: int, *, shares_x: bool = False, height: float = 3.4
+) -> tuple[Figure, list[Axes]]:
+    figure = Figure(figsize=(11, height * rows + 0.5), layout="constrained")
+    figure.suptitle(title, fontsize=13, fontweight="bold")
+    panels = figure.subplots(rows, columns, squeeze=False, sharex=shares_x)
+    return figure, [axes for row in panels for axes in row]
+
+
+def _line(axes: Axes, runs: Iterable[Run], value: Callable[[Run], float | None], label: str, colour: str) -> None:
+    """The median of repeats as a line, each run as a point."""
+    by_offer: dict[float, list[float]] = {}
+    for run in runs:
+        found = value(run)
+        if found is not None and run.point.offered is not None:
+            by_offer.setdefault(run.point.offered, []).append(found)
+    offers = sorted(by_offer)
+    axes.plot(offers, [median(by_offer[each]) for each in offers], color=colour, label=label)
+    for each in offers:
+        axes.plot([each] * len(by_offer[each]), by_offer[each], "o", color=colour, markersize=4)
+
+
+def _finish(
+    axes: Axes, title: str, x_label: str, y_label: str, *, has_legend: bool = True, is_log_y: bool = False
+) -> None:
+    axes.set_title(title, fontsize=10)
+    axes.set_xlabel(x_label)
+    axes.set_ylabel(y_label)
+    axes.grid(visible=True, color="#e5e5e5", linewidth=0.7)
+    axes.set_axisbelow(True)
+    for side in ("top", "right"):
+        axes.spines[side].set_visible(False)
+    if is_log_y:
+        axes.set_yscale("log")
+    elif axes.get_ylim()[0] > 0:
+        axes.set_ylim(bottom=0)
+    if has_legend and axes.get_legend_handles_labels()[0]:
+        axes.legend(fontsize=8, frameon=False)
+
+
+def _spans_decades(axes: Axes) -> bool:
+    """Whether a linear axis would press the smaller lines flat."""
+    return bool(axes.dataLim.y1 > 30 * axes.dataLim.minposy)
+
+
+def _label(axes: Axes, run: Run, x: float, y: float) -> None:
+    """Writes what was offered beside a run's point."""
+    axes.annotate(_short(run), (x, y), textcoords="offset points", xytext=(5, 5), fontsize=8, color=_GREY)
+
+
+def _say(axes: Axes, text: str) -> None:
+    axes.text(0.5, 0.5, text, transform=axes.transAxes, ha="center", va="center", color=_GREY)
+
+
+def _short(run: Run) -> str:
+    offered = run.point.offered
+    if offered is None:
+        return "trace"
+    return f"{offered:.3g}" if run.point.concurrency is not None else f"{offered:.3g}/s"
+
+
+def _percent(share: float | None) -> float | None:
+    return None if share is None else share * 100
+
+
+def _failed_percent(run: Run) -> float | None:
+    settled = len(run.records) - (run.figure("interrupted") or 0)
+    failed = (run.figure("failed") or 0) - (run.figure("refused") or 0)
+    return failed / settled * 100 if settled else None
