@@ -13,7 +13,16 @@ from typing import Any
 
 import numpy as np
 
-from worker.kernels.cpu.layout import HEAD_PARTIALS, HEAD_PLAN, HEAD_SCRATCH, SCRATCH_BYTES, field
+from worker.kernels.cpu.compile import call_paged_tile, call_tile
+from worker.kernels.cpu.layout import (
+    HEAD_PARTIALS,
+    HEAD_PLAN,
+    HEAD_SCORE_TILE,
+    HEAD_SCRATCH,
+    HEAD_VALUE_TILE,
+    SCRATCH_BYTES,
+    field,
+)
 from worker.kernels.cpu.plan import (
     COUNT,
     FIRST_ROW,
@@ -53,7 +62,7 @@ from worker.kernels.cpu.simd import (
     vsub,
     vsum,
 )
-from worker.kernels.cpu.tile import COLUMNS, MAX_ROWS, dot_tile_eights, dot_tile_paged, dot_tile_sixteens
+from worker.kernels.cpu.tile import COLUMNS, MAX_ROWS
 
 _WORD_BYTES = 4
 _GROUP = 8  # tokens with one address in the table of key addresses
@@ -119,7 +128,7 @@ def _address_tables(tag: Any, record: int, kv_head: int, blocks: int, first: int
 
 
 @kernel
-def _score(tag: Any, record: int, rows: int, count: int, scratch: int) -> Any:
+def _score(tag: Any, record: int, tile: int, rows: int, count: int, scratch: int) -> Any:
     """Scores of the query rows against `count` keys, in register tiles of 32 keys."""
     block_size, head_dim = field(record, _BLOCK_SIZE), field(record, _HEAD_DIM)
     steps = head_dim // per_word(tag)
@@ -127,10 +136,7 @@ def _score(tag: Any, record: int, rows: int, count: int, scratch: int) -> Any:
     for column in range(0, count, COLUMNS):
         starts = scratch + _KEY_TABLE + column // _GROUP * 8
         query, scores = scratch + _QUERY, scratch + _SCORES + column * 4
-        if block_size % LANES == 0:
-            dot_tile_sixteens(tag, rows, query, steps * _WORD_BYTES, starts, stride, steps, scores, c_stride)
-        else:
-            dot_tile_eights(tag, rows, query, steps * _WORD_BYTES, starts, stride, steps, scores, c_stride)
+        call_tile(tag, tile, rows, query, steps * _WORD_BYTES, starts, stride, steps, scores, c_stride)
 
 
 @kernel
@@ -153,7 +159,9 @@ def _weigh_row(tag: Any, scores: int, scale: Any, low: int, high: int, count: in
 
 
 @kernel
-def _key_tile(tag: Any, record: int, item: int, position: int, blocks: int, tile: int, scratch: int, state: int) -> Any:
+def _key_tile(
+    tag: Any, record: int, head: int, item: int, position: int, blocks: int, tile: int, scratch: int, state: int
+) -> Any:
     """One key tile's maxima, sums and weighted values, into `state`."""
     head_dim, window = field(record, _HEAD_DIM), field(record, _WINDOW)
     group = field(record, _HEADS) // field(record, _KV_HEADS)
@@ -161,7 +169,7 @@ def _key_tile(tag: Any, record: int, item: int, position: int, blocks: int, tile
     first = tile * KEY_TILE
     count = min(KEY_TILE, position + (first_row + rows - 1) // group + 1 - first)
     _address_tables(tag, record, field(item, KV_HEAD), blocks, first, count, scratch)
-    _score(tag, record, rows, count, scratch)
+    _score(tag, record, field(head, HEAD_SCORE_TILE), rows, count, scratch)
     scale = vsplat(float_of_bits(field(record, _SCALE)))
     weight_bytes = KEY_TILE * _WORD_BYTES // per_word(tag)
     for r in range(rows):
@@ -174,9 +182,10 @@ def _key_tile(tag: Any, record: int, item: int, position: int, blocks: int, tile
     pack = per_word(tag)
     steps = (count + pack - 1) // pack
     for column in range(0, head_dim, COLUMNS):
-        dot_tile_paged(
-            tag, rows, scratch + _WEIGHTS, weight_bytes, scratch + _VALUE_TABLE, _GROUP // pack, column * _WORD_BYTES,
-            head_dim * _WORD_BYTES, steps, state + 2 * LANES * 4 + column * 4, _MAX_HEAD_DIM * 4,
+        values = state + 2 * LANES * 4 + column * 4
+        call_paged_tile(
+            tag, field(head, HEAD_VALUE_TILE), rows, scratch + _WEIGHTS, weight_bytes, scratch + _VALUE_TABLE,
+            _GROUP // pack, column * _WORD_BYTES, head_dim * _WORD_BYTES, steps, values, _MAX_HEAD_DIM * 4,
         )  # fmt: skip
 
 
@@ -219,8 +228,7 @@ def _write_out(tag: Any, record: int, item: int, start: int, running: int) -> An
                 vstore_first(tag, value, out + c * size, head_dim - c)
 
 
-@kernel
-def attention(tag: Any, record: int, head: int, thread: int) -> Any:
+def attention(tag: Any, record: int, head: int, thread: int, threads: int) -> None:
     """Computes this thread's items; split ones go to the partial results."""
     scratch = field(head, HEAD_SCRATCH) + thread * SCRATCH_BYTES
     item, end = item_range(field(head, HEAD_PLAN), thread)
@@ -238,7 +246,7 @@ def attention(tag: Any, record: int, head: int, thread: int) -> Any:
             running = field(head, HEAD_PARTIALS) + partial * _STATE_BYTES
         for tile in range(first, field(item, TILE_END)):
             state = running if tile == first else scratch + _TILE
-            _key_tile(tag, record, item, position, blocks, tile, scratch, state)
+            _key_tile(tag, record, head, item, position, blocks, tile, scratch, state)
             if tile > first:
                 _absorb(running, state, field(item, COUNT), field(record, _HEAD_DIM), scratch + _FACTORS)
         if partial < 0:
@@ -246,8 +254,7 @@ def attention(tag: Any, record: int, head: int, thread: int) -> Any:
         item += 8 * ITEM_FIELDS
 
 
-@kernel
-def merge_partials(tag: Any, record: int, head: int, thread: int, threads: int) -> Any:
+def merge_partials(tag: Any, record: int, head: int, thread: int, threads: int) -> None:
     """Merges the partial results of split items in the order of their key tiles."""
     scratch = field(head, HEAD_SCRATCH) + thread * SCRATCH_BYTES
     item, end = merge_range(field(head, HEAD_PLAN), thread, threads)

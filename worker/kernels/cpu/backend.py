@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,16 +14,17 @@ import torch
 from torch import Tensor
 
 from worker.kernels.cpu import layout
-from worker.kernels.cpu.attention import state_bytes
-from worker.kernels.cpu.interpreter import compile_enter
-from worker.kernels.cpu.layout import FIELDS, HEAD_FIELDS, SCRATCH_BYTES, Op
-from worker.kernels.cpu.linear import ADD, GATE, STORE, EmbedField, LinearField
+from worker.kernels.cpu.attention import attention, merge_partials, state_bytes
+from worker.kernels.cpu.compile import compiled
+from worker.kernels.cpu.interpreter import enter
+from worker.kernels.cpu.layout import FIELDS, HEAD_FIELDS, KERNEL, SCRATCH_BYTES
+from worker.kernels.cpu.linear import ADD, GATE, STORE, EmbedField, LinearField, embed, linear
 from worker.kernels.cpu.memory import aligned_zeros
-from worker.kernels.cpu.plan import MAX_PARTIALS, MAX_THREADS, AttentionField, plan_fields
-from worker.kernels.cpu.rowwise import NormField, RopeField
+from worker.kernels.cpu.plan import MAX_PARTIALS, MAX_THREADS, AttentionField, make_plan, plan_fields
+from worker.kernels.cpu.rowwise import NormField, RopeField, rms_norm, rope_store
 from worker.kernels.cpu.simd import LANES
 from worker.kernels.cpu.team import Team
-from worker.kernels.cpu.tile import COLUMNS
+from worker.kernels.cpu.tile import COLUMNS, tile, tile_eights, tile_paged, tile_sixteens
 from worker.kernels.program import AttentionShape, Epilogue, LayerCache, Linear, Rows, StepSizes, StepTables
 
 _EPILOGUES = {Epilogue.STORE: STORE, Epilogue.ADD: ADD, Epilogue.GATE: GATE}
@@ -39,9 +41,11 @@ class PackedLinear:
     out_features: int
 
 
-@functools.cache
-def _compiled(dtype: torch.dtype) -> int:
-    return compile_enter(dtype)
+def _enter_with(dtype: torch.dtype) -> Callable[[int, int], None]:
+    """The compiled interpreter as a call that lets other Python threads run; its tag argument holds nothing."""
+    tag: Any = {torch.float32: ctypes.c_float, torch.bfloat16: ctypes.c_uint16}[dtype]
+    function = ctypes.CFUNCTYPE(None, tag, ctypes.c_int64, ctypes.c_int64)(compiled(enter, dtype, 2))
+    return functools.partial(function, 0)
 
 
 def _float_bits(value: float) -> int:
@@ -99,7 +103,7 @@ class CpuProgram:
         """See `Program.embed`."""
         packed = self._packed(table)
         self._record(
-            Op.EMBED,
+            embed,
             {
                 EmbedField.TOKENS: self._address(token_ids),
                 EmbedField.TABLE: self._address(packed.panels),
@@ -129,7 +133,7 @@ class CpuProgram:
         _check(epilogue is not Epilogue.ADD or out.dtype is torch.float32, f"sums must be float32, got {out.dtype}")
         _check(epilogue is not Epilogue.GATE or out.dtype is self._dtype, f"out must be {self._dtype}, got {out.dtype}")
         self._record(
-            Op.LINEAR,
+            linear,
             {
                 LinearField.X: self._address(x),
                 LinearField.X_STRIDE: _stride(x),
@@ -162,7 +166,7 @@ class CpuProgram:
         self._check_cache(shape, cache)
         _check(qkv.dtype is torch.float32 and rope.dtype is torch.float32, "qkv and rope must be float32")
         self._record(
-            Op.ROPE_STORE,
+            rope_store,
             {
                 RopeField.QKV: self._address(qkv),
                 RopeField.ROPE: self._address(rope),
@@ -208,15 +212,18 @@ class CpuProgram:
             size = plan_fields(len(tables.token_ids), len(tables.seq_lens), shape.num_heads, shape.num_kv_heads)
             self._head[layout.HEAD_PLAN] = self._address(aligned_zeros(8 * size))
             self._head[layout.HEAD_PARTIALS] = self._address(aligned_zeros(MAX_PARTIALS * state_bytes()))
-            self._record(Op.PLAN, fields)
-        self._record(Op.ATTENTION, fields)
-        self._record(Op.MERGE, fields)
+            score = tile_eights if shape.block_size % LANES else tile_sixteens
+            self._head[layout.HEAD_SCORE_TILE] = compiled(score, self._dtype, 8)
+            self._head[layout.HEAD_VALUE_TILE] = compiled(tile_paged, self._dtype, 10)
+            self._record(make_plan, fields)
+        self._record(attention, fields)
+        self._record(merge_partials, fields)
 
     def _record_norm(self, x: Tensor, weight: Tensor, eps: float, out: Tensor, index: int, size: int) -> None:
         _check(x.dtype is torch.float32 and weight.dtype is torch.float32, "x and weight must be float32")
         _check(out.dtype is self._dtype, f"out must be {self._dtype}, got {out.dtype}")
         self._record(
-            Op.RMS_NORM,
+            rms_norm,
             {
                 NormField.X: self._address(x),
                 NormField.X_STRIDE: _stride(x),
@@ -230,9 +237,9 @@ class CpuProgram:
             },
         )
 
-    def _record(self, op: Op, fields: Mapping[Any, int]) -> None:
+    def _record(self, kernel: Callable[..., None], fields: Mapping[Any, int]) -> None:
         record = [0] * FIELDS
-        record[0] = op
+        record[KERNEL] = compiled(kernel, self._dtype)
         for index, value in fields.items():
             record[index] = value
         self._records.append(record)
@@ -240,22 +247,23 @@ class CpuProgram:
 
     def _assemble(self) -> Team:
         """Puts the records where the compiled code reads them, and starts the threads."""
-        self._table = np.array(self._records, np.int64)
-        self._head[layout.HEAD_RECORDS] = self._table.ctypes.data
-        self._head[layout.HEAD_NUM_RECORDS] = len(self._records)
-        self._head[layout.HEAD_SCRATCH] = self._scratch.data_ptr()
-        return Team(_compiled(self._dtype), self._head.ctypes.data, self._num_threads)
+        head, self._table = self._head, np.array(self._records, np.int64)
+        head[layout.HEAD_RECORDS] = self._table.ctypes.data
+        head[layout.HEAD_NUM_RECORDS] = len(self._records)
+        head[layout.HEAD_SCRATCH] = self._scratch.data_ptr()
+        head[layout.HEAD_TILE] = compiled(tile, self._dtype, 8)
+        return Team(_enter_with(self._dtype), head.ctypes.data, self._num_threads)
 
     def _address(self, tensor: Tensor) -> int:
         """The tensor's address; the program keeps the tensor."""
         self._buffers.append(tensor)
         return tensor.data_ptr()
 
-    def _packed(self, linear: Linear) -> PackedLinear:
-        if not isinstance(linear, PackedLinear):
-            raise TypeError(f"the cpu backend takes what it packed itself, got {type(linear).__name__}")
-        _check(linear.panels.dtype is self._dtype, f"weights are {linear.panels.dtype}, the program {self._dtype}")
-        return linear
+    def _packed(self, matrix: Linear) -> PackedLinear:
+        if not isinstance(matrix, PackedLinear):
+            raise TypeError(f"the cpu backend takes what it packed itself, got {type(matrix).__name__}")
+        _check(matrix.panels.dtype is self._dtype, f"weights are {matrix.panels.dtype}, the program {self._dtype}")
+        return matrix
 
     def _check_cache(self, shape: AttentionShape, cache: LayerCache) -> None:
         pack = 4 // self._dtype.itemsize

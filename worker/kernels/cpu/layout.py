@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from enum import IntEnum
 from typing import Any
 
-from worker.kernels.cpu.simd import kernel, load_i64
+from llvmlite import ir
+from numba.core import types
+
+from worker.kernels.cpu.simd import I64, instruction, kernel, load
 
 FIELDS = 24
 """Fields of one recorded kernel."""
@@ -15,26 +17,34 @@ SCRATCH_BYTES = 64 * 1024
 """Working memory of one thread."""
 
 # The head of a program.
-HEAD_RECORDS, HEAD_NUM_RECORDS, HEAD_TOKENS, HEAD_ROWS, HEAD_SAMPLES, HEAD_SCRATCH, HEAD_PLAN, HEAD_PARTIALS = range(8)
-HEAD_FIELDS = 8
+(
+    HEAD_RECORDS,
+    HEAD_NUM_RECORDS,
+    HEAD_TOKENS,
+    HEAD_ROWS,
+    HEAD_SAMPLES,
+    HEAD_SCRATCH,
+    HEAD_PLAN,
+    HEAD_PARTIALS,
+    HEAD_TILE,  # addresses of compiled tiles
+    HEAD_SCORE_TILE,
+    HEAD_VALUE_TILE,
+) = range(11)
+HEAD_FIELDS = 16
+
+KERNEL = 0
+"""The field of a record with the address of its compiled function."""
 
 
-class Op(IntEnum):
-    """What a record does; its first field."""
-
-    EMBED = 0
-    RMS_NORM = 1
-    LINEAR = 2
-    ROPE_STORE = 3
-    PLAN = 4
-    ATTENTION = 5
-    MERGE = 6
-
-
-@kernel
-def field(record: int, index: int) -> Any:
+@instruction
+def field(typingctx: Any, record: Any, index: Any) -> Any:
     """A field of the record at this address."""
-    return load_i64(record + 8 * index)
+
+    def codegen(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> ir.Value:
+        offset = builder.mul(args[1], I64(8))
+        return load(builder, builder.add(args[0], offset), I64, 8)
+
+    return types.int64(types.int64, types.int64), codegen
 
 
 @kernel

@@ -11,7 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from worker.kernels.cpu.layout import HEAD_SCRATCH, SCRATCH_BYTES, field, share
+from worker.kernels.cpu.compile import call_tile
+from worker.kernels.cpu.layout import HEAD_SCRATCH, HEAD_TILE, HEAD_TOKENS, SCRATCH_BYTES, field, share
 from worker.kernels.cpu.simd import (
     F32,
     LANES,
@@ -30,7 +31,7 @@ from worker.kernels.cpu.simd import (
     vstore,
     vstore_first,
 )
-from worker.kernels.cpu.tile import COLUMNS, MAX_ROWS, dot_tile
+from worker.kernels.cpu.tile import COLUMNS, MAX_ROWS
 
 _X_CACHE_BYTES = 384 * 1024
 _MINUS_LOG2_E, _LARGEST_POWER, _ONE = np.float32(-1.4426950408889634), np.float32(126.0), np.float32(1.0)
@@ -123,13 +124,12 @@ def _finish_row(tag: Any, record: int, tile: int, out: int, panel: int) -> Any:
         _put(tag, high, out + (column + LANES) * size, width - column - LANES)
 
 
-@kernel
-def linear(tag: Any, record: int, head: int, thread: int, threads: int) -> Any:
+def linear(tag: Any, record: int, head: int, thread: int, threads: int) -> None:
     """One matrix product with its epilogue, this thread's panels."""
     rows = field(head, field(record, _SIZE))
     x, x_stride, steps = field(record, _X), field(record, _X_STRIDE), field(record, _STEPS)
     out, out_stride, weight = field(record, _OUT), field(record, _OUT_STRIDE), field(record, _WEIGHT)
-    tile = field(head, HEAD_SCRATCH) + thread * SCRATCH_BYTES
+    sums, tile = field(head, HEAD_SCRATCH) + thread * SCRATCH_BYTES, field(head, HEAD_TILE)
     first, last = share(field(record, _PANELS), thread, threads)
     chunk = max(1, _X_CACHE_BYTES // (x_stride * MAX_ROWS)) * MAX_ROWS
     for begin in range(0, rows, chunk):
@@ -139,19 +139,18 @@ def linear(tag: Any, record: int, head: int, thread: int, threads: int) -> Any:
             panel_weight = weight + panel * steps * _PANEL_ROW_BYTES
             for i in range(tiles):
                 r0, r1 = begin + count * i // tiles, begin + count * (i + 1) // tiles
-                dot_tile(
-                    tag, r1 - r0, x + r0 * x_stride, x_stride, panel_weight, _PANEL_ROW_BYTES, steps, tile,
+                call_tile(
+                    tag, tile, r1 - r0, x + r0 * x_stride, x_stride, panel_weight, _PANEL_ROW_BYTES, steps, sums,
                     _PANEL_ROW_BYTES,
                 )  # fmt: skip
                 for r in range(r0, r1):
-                    _finish_row(tag, record, tile + (r - r0) * _PANEL_ROW_BYTES, out + r * out_stride, panel)
+                    _finish_row(tag, record, sums + (r - r0) * _PANEL_ROW_BYTES, out + r * out_stride, panel)
 
 
-@kernel
-def embed(tag: Any, record: int, tokens: int, thread: int, threads: int) -> Any:
+def embed(tag: Any, record: int, head: int, thread: int, threads: int) -> None:
     """Copies the tokens' rows out of the packed table, widened to float32."""
     ids, table, steps = field(record, _E_TOKENS), field(record, _E_TABLE), field(record, _E_STEPS)
-    first, last = share(tokens, thread, threads)
+    first, last = share(field(head, HEAD_TOKENS), thread, threads)
     for t in range(first, last):
         row = load_i32(ids + 4 * t)
         source = table + (row // COLUMNS) * steps * _PANEL_ROW_BYTES + (row % COLUMNS) * _WORD_BYTES

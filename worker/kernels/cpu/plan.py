@@ -92,8 +92,7 @@ def _bound(plan: int, items: int, total: int, threads: int) -> Any:
         thread += 1
 
 
-@kernel
-def make_plan(record: int, head: int, thread: int, threads: int) -> Any:
+def make_plan(tag: Any, record: int, head: int, thread: int, threads: int) -> None:
     """Lists the step's items. One query tile over many key tiles is split into them while few rows run.
 
     Splitting spreads the work over the threads; the result is the same either way.

@@ -88,8 +88,7 @@ def _norm_row(tag: Any, x: int, weight: int, width: int, eps: Any, out: int) -> 
         vstore_first(tag, value, out + c * (_WORD_BYTES // per_word(tag)), width - c)
 
 
-@kernel
-def rms_norm(tag: Any, record: int, head: int, thread: int, threads: int) -> Any:
+def rms_norm(tag: Any, record: int, head: int, thread: int, threads: int) -> None:
     """Root-mean-square norm of this thread's rows."""
     first, last = share(field(head, field(record, _SIZE)), thread, threads)
     index, eps = field(record, _INDEX), float_of_bits(field(record, _EPS))
@@ -134,8 +133,7 @@ def _store_value(tag: Any, record: int, x: int, target: int, offset: int, alone:
             store_i16(load_i16(scratch + 2 * d), row + 4 * d + 2 * (offset % 2))
 
 
-@kernel
-def rope_store(tag: Any, record: int, head: int, thread: int, threads: int) -> Any:
+def rope_store(tag: Any, record: int, head: int, thread: int, threads: int) -> None:
     """Rotates q into its buffer, k into the cache, and copies v into the cache, for this thread's tokens."""
     tokens = field(head, HEAD_TOKENS)
     first, last = share(tokens, thread, threads)

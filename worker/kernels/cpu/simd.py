@@ -29,7 +29,8 @@ INTS = ir.VectorType(I32, LANES)
 
 def kernel(function: Callable[..., Any]) -> Any:
     """Compiles a function for use by other compiled functions; integer division does not check for zero."""
-    return njit(error_model="numpy")(function)
+    options: dict[str, Any] = {"no_cpython_wrapper": True, "no_cfunc_wrapper": True}  # nobody calls it from Python
+    return njit(error_model="numpy", **options)(function)
 
 
 def instruction(function: Callable[..., Any]) -> Any:

@@ -12,6 +12,7 @@ import platform
 import sys
 import threading
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 from llvmlite import ir
@@ -149,15 +150,15 @@ def wake(typingctx: Any, address: Any) -> Any:
 
 
 class Team:
-    """`num_threads - 1` helper threads and the caller's own, for one compiled `void enter(state, thread)`.
+    """`num_threads - 1` helper threads and the caller's own, for one compiled `void enter(tag, state, thread)`.
 
     `enter` must, for thread 0, run the program once, and for the others run it at every launch until told to stop.
     """
 
-    def __init__(self, enter: int, head: int, num_threads: int) -> None:
+    def __init__(self, enter: Callable[[int, int], None], head: int, num_threads: int) -> None:
         self._memory = aligned_zeros(_BYTES)
         self._state = self._memory.data_ptr()
-        self._enter = ctypes.CFUNCTYPE(None, ctypes.c_int64, ctypes.c_int64)(enter)
+        self._enter = enter
         fields = (ctypes.c_int64 * 2).from_address(self._state)
         fields[0], fields[1] = head, num_threads
         self._helpers = [

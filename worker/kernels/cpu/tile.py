@@ -200,7 +200,6 @@ def _dot_tile_from(name: str, offsets: tuple[int, ...]) -> Any:
     return instruction(typed)
 
 
-# `starts` is a table with the address of every 8 columns.
 dot_tile_eights = _dot_tile_from("dot_tile_eights", (0, 8, 16, 24))
 dot_tile_sixteens = _dot_tile_from("dot_tile_sixteens", (0, 16))
 
@@ -244,3 +243,42 @@ def dot_tile_paged(
         return context.get_dummy_value()
 
     return types.void(tag, *[types.int64] * 10), codegen
+
+
+# The tiles as functions to be compiled on their own.
+
+
+def tile(tag: Any, rows: int, a: int, a_stride: int, b: int, b_stride: int, steps: int, c: int, c_stride: int) -> None:
+    """See `dot_tile`."""
+    dot_tile(tag, rows, a, a_stride, b, b_stride, steps, c, c_stride)
+
+
+def tile_eights(
+    tag: Any, rows: int, a: int, a_stride: int, starts: int, b_stride: int, steps: int, c: int, c_stride: int
+) -> None:
+    """`starts` is a table with the address of every 8 columns."""
+    dot_tile_eights(tag, rows, a, a_stride, starts, b_stride, steps, c, c_stride)
+
+
+def tile_sixteens(
+    tag: Any, rows: int, a: int, a_stride: int, starts: int, b_stride: int, steps: int, c: int, c_stride: int
+) -> None:
+    """The same table, where 16 columns are always contiguous."""
+    dot_tile_sixteens(tag, rows, a, a_stride, starts, b_stride, steps, c, c_stride)
+
+
+def tile_paged(
+    tag: Any,
+    rows: int,
+    a: int,
+    a_stride: int,
+    pages: int,
+    page_steps: int,
+    offset: int,
+    b_stride: int,
+    steps: int,
+    c: int,
+    c_stride: int,
+) -> None:
+    """See `dot_tile_paged`."""
+    dot_tile_paged(tag, rows, a, a_stride, pages, page_steps, offset, b_stride, steps, c, c_stride)
