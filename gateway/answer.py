@@ -10,6 +10,10 @@ from gateway.live import LiveRequest, ReadyRequest
 from gateway.mailbox import Delivery
 from gateway.text.detokenizer import TextStream
 
+# What merged for a slow reader may be as long as the context. With 20 log probabilities each, so many tokens are about
+# 1 MiB on the wire, and a message may have 4.
+_MAX_DELTA_TOKENS = 2048
+
 
 @dataclass(frozen=True, slots=True)
 class Accepted:
@@ -50,24 +54,33 @@ class Answer:
         self._text = TextStream(request.model.text, request.stop, request.sampling.stop_token_ids)
         self.num_completion_tokens = 0
 
-    def take(self, delivery: Delivery) -> tuple[TextDelta | None, Outcome | None]:
-        """What is to be sent now, if anything, and the outcome if this was the end."""
-        pushed = self._text.push(delivery.token_ids)
-        self.num_completion_tokens += pushed.num_tokens
-        text, outcome = pushed.text, None
-        if pushed.stopped:
+    def take(self, delivery: Delivery) -> tuple[list[TextDelta], Outcome | None]:
+        """What is to be sent now, and the outcome if this was the end."""
+        deltas = [
+            self._push(delivery.token_ids[start : start + _MAX_DELTA_TOKENS], delivery.logprobs[start:])
+            for start in range(0, len(delivery.token_ids), _MAX_DELTA_TOKENS)
+        ]
+        outcome: Outcome | None = None
+        if self._text.is_stopped:
             outcome = finished(FinishReason.STOP)
         elif delivery.finish_reason is not None:
-            text += self._text.flush()
+            deltas.append(TextDelta(self._text.flush(), (), ()))
             outcome = finished(FinishReason.STOP if self._text.is_stopped else delivery.finish_reason)
         elif delivery.end is not None:
-            text += self._text.flush() if delivery.end.finish_reason is not None else ""
+            if delivery.end.finish_reason is not None:
+                deltas.append(TextDelta(self._text.flush(), (), ()))
             outcome = delivery.end
-        request = self._live.request
-        token_ids = tuple(delivery.token_ids[: pushed.num_tokens]) if request.return_token_ids else ()
-        logprobs = tuple(delivery.logprobs[: pushed.num_tokens])
-        delta = TextDelta(text, token_ids, logprobs) if text or token_ids or logprobs else None
-        return delta, outcome
+        return [delta for delta in deltas if delta.text or delta.token_ids or delta.logprobs], outcome
+
+    def _push(self, token_ids: list[int], logprobs: list[PositionLogprobs]) -> TextDelta:
+        pushed = self._text.push(token_ids)
+        self.num_completion_tokens += pushed.num_tokens
+        are_ids_wanted = self._live.request.return_token_ids
+        return TextDelta(
+            text=pushed.text,
+            token_ids=tuple(token_ids[: pushed.num_tokens]) if are_ids_wanted else (),
+            logprobs=tuple(logprobs[: pushed.num_tokens]),
+        )
 
     def finish(self, outcome: Outcome, now: float) -> Finished:
         """The last event of a normal end."""

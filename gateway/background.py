@@ -8,6 +8,8 @@ from typing import Any
 
 import structlog
 
+from common.errors import TidegateError
+
 _log = structlog.get_logger(__name__)
 
 
@@ -68,8 +70,9 @@ class Background:
 
     def _end_step(self, task: asyncio.Task[Any]) -> None:
         self._steps.discard(task)
-        if not task.cancelled() and (error := task.exception()) is not None:
-            _log.debug("step_failed", step=task.get_name(), error=repr(error))
+        error = None if task.cancelled() else task.exception()
+        if error is not None and not isinstance(error, TidegateError):  # those are answers for whoever waits
+            _log.error("step_failed", step=task.get_name(), exc_info=error)
 
 
 async def _cancel(tasks: set[asyncio.Task[Any]]) -> None:

@@ -104,16 +104,15 @@ class Handler:
         To be closed by its caller in the task that iterates it; an error thrown into it becomes the request's end.
         Raises TidegateError for every end that is not normal.
         """
-        live = await self._receive(tenant, call)
-        answer = Answer(live)
+        live, answer = await self._receive(tenant, call)
         try:
             yield await self._admit(live)
             outcome: Outcome | None = None
             while outcome is None:
-                delta, outcome = answer.take(await self._next(live, deadline))
+                deltas, outcome = answer.take(await self._next(live, deadline))
                 if outcome is not None:
                     self._end(live, outcome, answer)  # decided before it is told: a client may leave right after it
-                if delta is not None:
+                for delta in deltas:
                     yield delta
             if outcome.error is not None:
                 raise outcome.error
@@ -126,13 +125,14 @@ class Handler:
             # Nothing here may wait: the call may be cancelled again at any time.
             self._end(live, self._departure(deadline), answer)
 
-    async def _receive(self, tenant: Tenant, call: GenerateCall) -> LiveRequest:
+    async def _receive(self, tenant: Tenant, call: GenerateCall) -> tuple[LiveRequest, Answer]:
         """Checks and registers a request, which from then on has to be ended."""
         arrived = self._clock.monotonic()
         try:
             if self._is_draining:
                 raise _draining()
             live = LiveRequest(await self._prepare(tenant, call), arrived)
+            answer = Answer(live)
             structlog.contextvars.bind_contextvars(request_id=live.fleet_id, tenant=tenant.tenant_id)
             former = self._dispatcher.find(live.fleet_id)
             if former is not None and former.lifecycle.is_ended:
@@ -143,7 +143,7 @@ class Handler:
         except TidegateError as error:
             self._metrics.rejected.labels(error.reason.name).inc()
             raise
-        return live
+        return live, answer
 
     async def _prepare(self, tenant: Tenant, call: GenerateCall) -> ReadyRequest:
         check_request_id(call.request_id)

@@ -14,6 +14,7 @@ _Result = TypeVar("_Result")
 
 # Up to about this many characters tokenizing takes less time than handing it to a thread and back.
 _INLINE_CHARACTERS = 2_000
+_MESSAGE_CHARACTERS = 20
 
 
 class PromptReader:
@@ -30,14 +31,13 @@ class PromptReader:
         """The token ids of a checked prompt. Raises InvalidRequestError; PROMPT_TOO_LONG at once if it is certain."""
         if isinstance(prompt, TokenPrompt):
             return prompt.token_ids
-        text = _text_of(prompt)
-        if len(text) <= _INLINE_CHARACTERS:
+        if _size_of(prompt) <= _INLINE_CHARACTERS:
             return _encode(prompt, model)
-        return await self._in_thread(lambda: _encode_long(prompt, text, model))
+        return await self._in_thread(lambda: _encode_long(prompt, model))
 
     async def count(self, prompt: ChatPrompt | TextPrompt, model: ServedModel) -> int:
         """How many tokens a checked prompt has, be it longer than the context or not."""
-        if len(_text_of(prompt)) <= _INLINE_CHARACTERS:
+        if _size_of(prompt) <= _INLINE_CHARACTERS:
             return len(_encode(prompt, model))
         return await self._in_thread(lambda: len(_encode(prompt, model)))
 
@@ -45,8 +45,11 @@ class PromptReader:
         return await asyncio.get_running_loop().run_in_executor(self._threads, work)
 
 
-def _text_of(prompt: ChatPrompt | TextPrompt) -> str:
-    return prompt.text if isinstance(prompt, TextPrompt) else "".join(content for _, content in prompt.messages)
+def _size_of(prompt: ChatPrompt | TextPrompt) -> int:
+    """Characters, and for each message about as many as the template adds."""
+    if isinstance(prompt, TextPrompt):
+        return len(prompt.text)
+    return sum(len(role) + len(content) + _MESSAGE_CHARACTERS for role, content in prompt.messages)
 
 
 def _encode(prompt: ChatPrompt | TextPrompt, model: ServedModel) -> tuple[int, ...]:
@@ -55,6 +58,8 @@ def _encode(prompt: ChatPrompt | TextPrompt, model: ServedModel) -> tuple[int, .
     return tuple(model.text.encode_chat(prompt.messages))
 
 
-def _encode_long(prompt: ChatPrompt | TextPrompt, text: str, model: ServedModel) -> tuple[int, ...]:
-    check_prompt_length(model.text.min_tokens(text), model.limits, is_lower_bound=True)
+def _encode_long(prompt: ChatPrompt | TextPrompt, model: ServedModel) -> tuple[int, ...]:
+    texts = (prompt.text,) if isinstance(prompt, TextPrompt) else (content for _, content in prompt.messages)
+    bound = model.text.min_tokens("".join(texts))
+    check_prompt_length(bound, model.limits, is_lower_bound=True)
     return _encode(prompt, model)

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import grpc
+import structlog
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from common.clock import Clock
 from common.rpc.interceptors import Authenticator, BearerInterceptor, CallInterceptor
 
+_log = structlog.get_logger(__name__)
+
 HEALTH_SERVICE = health.SERVICE_NAME
+_WATCHERS_S = 2.0
 
 
 class ListenError(OSError):
@@ -94,14 +99,22 @@ class RpcServer:
         return port
 
     async def set_serving(self, names: Sequence[str], *, is_serving: bool) -> None:
-        """Sets the health of services; the empty name is the whole server. Waits for watchers that read slowly."""
+        """Sets the health of services; the empty name is the whole server."""
         answer = health_pb2.HealthCheckResponse
         for name in names:
-            await self._health.set(name, answer.SERVING if is_serving else answer.NOT_SERVING)
+            await self._tell(self._health.set(name, answer.SERVING if is_serving else answer.NOT_SERVING))
 
     async def enter_drain(self) -> None:
         """Turns every service NOT_SERVING for good."""
-        await self._health.enter_graceful_shutdown()
+        await self._tell(self._health.enter_graceful_shutdown())
+
+    async def _tell(self, change: Awaitable[None]) -> None:
+        # The health service waits for the slowest of its watchers, and anybody can be one.
+        try:
+            async with asyncio.timeout(_WATCHERS_S):
+                await change
+        except TimeoutError:
+            _log.warning("health_watcher_stuck")
 
     async def stop(self, grace_s: float) -> None:
         """Takes no new calls (GOAWAY), gives running ones `grace_s` seconds, then cancels them."""

@@ -98,6 +98,7 @@ class WorkerDialer:
 
     async def _keep(self, address: str) -> None:
         """Dials one worker for as long as it is wanted."""
+        structlog.contextvars.bind_contextvars(address=address)
         retry_s, is_reported = _MIN_RETRY_S, False
         try:
             async with grpc.aio.insecure_channel(address, options=self._channel_options) as channel:
@@ -107,7 +108,7 @@ class WorkerDialer:
                         await self._serve(address, channel)
                     except SessionFailedError as error:
                         if not is_reported:
-                            _log.warning("worker_unreachable", address=address, error=str(error))
+                            _log.warning("worker_unreachable", error=str(error))
                         is_reported = True
                     else:
                         is_reported = False

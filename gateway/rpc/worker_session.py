@@ -158,7 +158,7 @@ class GrpcWorkerSession:
             await asyncio.gather(*helpers, return_exceptions=True)
         if not self._is_announced:
             raise SessionFailedError(failure)
-        _log.info("session_ended", worker_id=self._worker_id, state=self._state.value, cause=failure)
+        _log.info("session_ended", state=self._state.value, cause=failure)
 
     async def _open(self, events: AsyncIterator[worker_pb2.SessionEvent]) -> None:
         self._commands.put_nowait(worker_pb2.SessionCommand(open=worker_pb2.Open(gateway_id=self._settings.gateway_id)))
@@ -167,6 +167,7 @@ class GrpcWorkerSession:
         if first is None or not first.HasField("opened"):
             raise ProtocolError("the first event is not Opened")
         self._worker_id, self._epoch = first.opened.worker_id, first.opened.epoch
+        structlog.contextvars.bind_contextvars(worker_id=self._worker_id)
         self._limits = worker_codec.decode_limits(first.opened.limits)
         if self._limits.model != self._model.limits.model:
             raise ProtocolError(f"described {self._model.limits.model}, opened {self._limits.model}")

@@ -24,8 +24,8 @@ def test_the_text_does_not_depend_on_how_tokens_arrive(cuts: list[int]) -> None:
     bounds = [0, *sorted(cuts), len(raw)]
     for start, stop in itertools.pairwise(bounds):
         positions = [PositionLogprobs(TokenLogprob(it, -1.0)) for it in raw[start:stop]]
-        delta, outcome = answer.take(Delivery(list(raw[start:stop]), positions))
-        if delta is not None:
+        deltas, outcome = answer.take(Delivery(list(raw[start:stop]), positions))
+        for delta in deltas:
             texts.append(delta.text)
             ids += delta.token_ids
             assert len(delta.logprobs) == len(delta.token_ids)
@@ -40,9 +40,8 @@ def test_the_text_does_not_depend_on_how_tokens_arrive(cuts: list[int]) -> None:
 
 def test_the_workers_reason_ends_it_with_what_was_held_back() -> None:
     answer = Answer(live_request(stop=("END",)))
-    delta, outcome = answer.take(Delivery(list(b"the EN"), finish_reason=FinishReason.LENGTH))
-    assert delta is not None
-    assert delta.text == "the EN"
+    deltas, outcome = answer.take(Delivery(list(b"the EN"), finish_reason=FinishReason.LENGTH))
+    assert "".join(delta.text for delta in deltas) == "the EN"
     assert outcome == finished(FinishReason.LENGTH)
     assert answer.finish(outcome, 3.0).usage.completion_tokens == 6
 
@@ -55,11 +54,20 @@ def test_a_stop_string_in_the_last_tokens_wins_over_the_length() -> None:
 
 def test_an_end_from_outside_comes_after_the_tokens_before_it() -> None:
     error = failed(UnavailableError("lost"))
-    delta, outcome = Answer(live_request()).take(Delivery(list(b"abc"), end=error))
-    assert delta is not None
+    [delta], outcome = Answer(live_request()).take(Delivery(list(b"abc"), end=error))
     assert (delta.text, outcome) == ("abc", error)
 
 
 def test_an_error_is_no_normal_end() -> None:
     with pytest.raises(ValueError, match="normal end"):
         Answer(live_request()).finish(failed(UnavailableError("lost")), 0.0)
+
+
+def test_what_merged_for_long_is_sent_in_pieces_that_fit_a_message() -> None:
+    answer = Answer(live_request(stop=("END",)))
+    raw = [97] * 5000 + list(b"END") + [98] * 5000
+    deltas, outcome = answer.take(Delivery(raw, [PositionLogprobs(TokenLogprob(it, -1.0)) for it in raw]))
+    assert outcome == finished(FinishReason.STOP)
+    assert "".join(delta.text for delta in deltas) == "a" * 5000
+    assert [len(delta.token_ids) for delta in deltas] == [2048, 2048, 907]
+    assert [len(delta.logprobs) for delta in deltas] == [2048, 2048, 907]
