@@ -61,7 +61,7 @@ class GatewayApp:
         self._changed = asyncio.Event()
         self._background = Background(self._changed.set)
         self._store = StoreHealth(metrics, self._changed.set)
-        self.fleet = Fleet(clock, settings.default_model, self._changed.set)
+        self.fleet = Fleet(clock.monotonic, settings.default_model, self._changed.set)
         self.queue = RedisQueue(redis_url, pool=settings.pool, gateway_id=self.gateway_id)
         drain_rate = DrainRate(random.uniform)
         self.dispatcher = Dispatcher(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from common.clock import Clock
 from common.errors import InvalidRequestError, NotFoundError, UnavailableError
 from common.types import Reason
 from gateway.placement.model import ServedModel
@@ -16,8 +15,11 @@ _RETRY_S = 2.0  # a worker that starts needs about this long to be seen
 class Fleet:
     """Owner of the sessions' registry. A model stays known when its last worker leaves: its requests may wait."""
 
-    def __init__(self, clock: Clock, default_model: str, on_change: Callable[[], None] = lambda: None) -> None:
-        self._clock = clock
+    def __init__(
+        self, monotonic: Callable[[], float], default_model: str, on_change: Callable[[], None] = lambda: None
+    ) -> None:
+        """`monotonic`: seconds that never go back; `on_change` is told of every change."""
+        self._monotonic = monotonic
         self._default_model = default_model
         self._on_change = on_change
         self._sessions: dict[str, WorkerSession] = {}
@@ -48,7 +50,7 @@ class Fleet:
     def refresh(self) -> None:
         """Looks at the sessions' states again; to be called after one has changed."""
         served = {s.limits.model for s in self._sessions.values() if s.state is WorkerState.READY}
-        now = self._clock.monotonic()
+        now = self._monotonic()
         for name in self._models:
             if name in served:
                 self._unserved_since.pop(name, None)
@@ -87,7 +89,7 @@ class Fleet:
     def unserved_s(self, model: str) -> float:
         """Seconds since the last worker of a known model left; 0 while there is one."""
         since = self._unserved_since.get(model)
-        return 0.0 if since is None else self._clock.monotonic() - since
+        return 0.0 if since is None else self._monotonic() - since
 
     def find_model(self, name: str) -> ServedModel:
         """The model of that name; empty for the default one.

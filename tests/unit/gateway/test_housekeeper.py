@@ -56,7 +56,7 @@ async def bench() -> AsyncIterator[Bench]:
     metrics = GatewayMetrics(CollectorRegistry())
     background = Background(lambda: None)
     queue, clock, store = FakeQueue(), FakeClock(), StoreHealth(metrics, lambda: None)
-    fleet, drain_rate = Fleet(clock, ""), DrainRate(lambda low, high: 1.0)
+    fleet, drain_rate = Fleet(clock.monotonic, ""), DrainRate(lambda low, high: 1.0)
     dispatcher = Dispatcher(queue, fleet, background, store, metrics, clock, drain_rate, DispatcherSettings("me", 3))
     session = FakeSession()
     dispatcher.on_ready(session, SERVED)

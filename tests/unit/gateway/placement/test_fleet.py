@@ -11,7 +11,7 @@ from tests.unit.gateway.fakes import FakeClock, FakeSession, served
 
 
 def test_no_model_is_known_before_a_worker_is() -> None:
-    fleet = Fleet(FakeClock(), "")
+    fleet = Fleet(FakeClock().monotonic, "")
     with pytest.raises(UnavailableError) as caught:
         fleet.find_model(MODEL)
     assert caught.value.reason is Reason.NO_WORKERS
@@ -20,7 +20,7 @@ def test_no_model_is_known_before_a_worker_is() -> None:
 
 
 def test_models_are_found_by_name_or_by_being_the_only_one() -> None:
-    fleet = Fleet(FakeClock(), "")
+    fleet = Fleet(FakeClock().monotonic, "")
     first, second = served(), served(model="other")
     fleet.add(FakeSession("w1", limits=first.limits), first)
     assert fleet.find_model("") is fleet.find_model(MODEL) is first
@@ -34,7 +34,7 @@ def test_models_are_found_by_name_or_by_being_the_only_one() -> None:
 
 
 def test_the_default_model_is_the_configured_one() -> None:
-    fleet = Fleet(FakeClock(), "other")
+    fleet = Fleet(FakeClock().monotonic, "other")
     for worker_id, model in (("w1", served()), ("w2", served(model="other"))):
         fleet.add(FakeSession(worker_id, limits=model.limits), model)
     assert fleet.find_model("").limits.model == "other"
@@ -42,7 +42,7 @@ def test_the_default_model_is_the_configured_one() -> None:
 
 def test_a_model_without_workers_stays_known_and_its_absence_is_timed() -> None:
     clock = FakeClock()
-    fleet = Fleet(clock, "")
+    fleet = Fleet(clock.monotonic, "")
     session = FakeSession()
     fleet.add(session, served())
     clock.now += 50
@@ -59,7 +59,7 @@ def test_a_model_without_workers_stays_known_and_its_absence_is_timed() -> None:
 
 
 def test_one_session_for_each_start_of_a_worker() -> None:
-    fleet = Fleet(FakeClock(), "")
+    fleet = Fleet(FakeClock().monotonic, "")
     old, new = FakeSession(epoch=1), FakeSession(epoch=2)
     assert fleet.add(old, served())
     assert not fleet.add(FakeSession(epoch=1), served())
@@ -72,7 +72,7 @@ def test_one_session_for_each_start_of_a_worker() -> None:
 
 @pytest.mark.parametrize(("num_tokens", "fits"), [(79, True), (80, False), (95, False)])
 def test_prompt_and_one_token_must_fit_the_largest_pool(num_tokens: int, fits: bool) -> None:
-    fleet = Fleet(FakeClock(), "")
+    fleet = Fleet(FakeClock().monotonic, "")
     for worker_id, num_blocks in (("small", 2), ("large", 5)):
         model = served(num_blocks=num_blocks)
         fleet.add(FakeSession(worker_id, limits=model.limits), model)
@@ -86,7 +86,7 @@ def test_prompt_and_one_token_must_fit_the_largest_pool(num_tokens: int, fits: b
 
 def test_changes_are_told() -> None:
     told: list[bool] = []
-    fleet = Fleet(FakeClock(), "", lambda: told.append(fleet.is_ready))
+    fleet = Fleet(FakeClock().monotonic, "", lambda: told.append(fleet.is_ready))
     fleet.add(FakeSession(), served())
     fleet.remove("w1", 1)
     assert told == [True, False]
