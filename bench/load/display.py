@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 
+from rich.box import SIMPLE
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.progress_bar import ProgressBar
@@ -111,27 +112,29 @@ def run_line(run: Run) -> Text:
 
 def _number(figures: Mapping[str, object], name: str, *, scale: float = 1.0) -> str:
     value = figures[name]
-    return f"{value * scale:,.1f}" if isinstance(value, int | float) else "-"
+    if not isinstance(value, int | float):
+        return "-"
+    scaled = value * scale
+    return f"{scaled:,.{2 if scaled < 10 else 1 if scaled < 1000 else 0}f}"
 
 
 def figures_table(runs: list[Run]) -> Table:
     """All runs beside each other, for the end."""
-    table = Table(title="Load", title_justify="left")
+    table = Table(box=SIMPLE, padding=(0, 1, 0, 0), caption="times in ms", caption_justify="left")
     columns = {
-        "completed": "completed",
+        "done": "completed",
         "failed": "failed",
-        "req/s": "request_throughput",
         "good/s": "request_goodput",
         "tok/s": "output_throughput",
         "TTFT P50": "p50_ttft_ms",
-        "TTFT P99": "p99_ttft_ms",
+        "P99": "p99_ttft_ms",
         "TPOT P50": "p50_tpot_ms",
-        "TPOT P99": "p99_tpot_ms",
+        "P99 ": "p99_tpot_ms",
         "E2E P99": "p99_e2el_ms",
     }
-    table.add_column("run")
+    table.add_column("run", no_wrap=True)
     for name in columns:
-        table.add_column(name, justify="right")
+        table.add_column(name, justify="right", no_wrap=True)
     for run in runs:
         cells = [
             str(run.figures[key]) if isinstance(run.figures[key], int) else _number(run.figures, key)

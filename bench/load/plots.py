@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from itertools import pairwise
 from operator import methodcaller
 from pathlib import Path
 from statistics import median
 
 from matplotlib.axes import Axes
+from matplotlib.axis import XAxis, YAxis
 from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator
 
 from bench.load.campaign import Run
 from bench.load.goodput import GoodputRule
@@ -77,23 +80,32 @@ def _cumulative(axes: Axes, distribution: Distribution) -> None:
     for q, colour in SHOWN_PERCENTILES.items():
         value = distribution.ms(q)
         if value is not None:
-            axes.axvline(value, color=colour, linestyle="--", linewidth=1, label=f"P{q} {value:,.4g} ms")
+            axes.axvline(
+                value, color=colour, linestyle="--", linewidth=1, label=f"P{q} {value:,.{1 if value < 100 else 0}f} ms"
+            )
     if values[0] > 0 and values[-1] > 30 * values[0]:
         axes.set_xscale("log")
+        _plain_log_ticks(axes.xaxis)
+        axes.tick_params(axis="x", labelsize=8)
 
 
 def throughput_by_concurrency(runs: Sequence[Run]) -> Figure:
     """Output tokens a second against the requests in flight, and what each of them gets."""
     figure, (left, right) = _grid("Throughput against concurrency", 1, 2)
-    for run in runs:
-        flight, rate = run.figure("mean_concurrent_requests"), run.figure("output_throughput")
-        if not flight or rate is None:
-            continue
-        for axes, value in ((left, rate), (right, rate / flight)):
-            axes.plot(flight, value, "o", color="#1f77b4")
-            axes.annotate(
-                _short(run), (flight, value), textcoords="offset points", xytext=(5, 5), fontsize=8, color=_GREY
-            )
+    points = [
+        (flight, rate, run)
+        for run in runs
+        if (flight := run.figure("mean_concurrent_requests")) and (rate := run.figure("output_throughput")) is not None
+    ]
+    points.sort(key=lambda point: point[0])
+    for axes, values in (
+        (left, [rate for _, rate, _ in points]),
+        (right, [rate / flight for flight, rate, _ in points]),
+    ):
+        axes.plot([flight for flight, _, _ in points], values, "o-", color="#1f77b4")
+        for (flight, _, run), value in zip(points, values, strict=True):
+            _label(axes, run, flight, value)
+        axes.set_xlim(0, max((flight for flight, _, _ in points), default=1.0) * 1.1)
     _finish(left, "All requests together", "mean requests in flight", "output tokens/s", has_legend=False)
     _finish(right, "For each request in flight", "mean requests in flight", "output tokens/s", has_legend=False)
     return figure
@@ -115,13 +127,14 @@ def latency_by_throughput(runs: Sequence[Run]) -> Figure:
                 for rate, latency, run in points:
                     _label(axes, run, rate, latency)
         _finish(axes, METRIC_NAMES[name], "output tokens/s reached", "ms", is_log_y=_spans_decades(axes))
+        axes.set_xlim(0, axes.dataLim.x1 * 1.1)
     return figure
 
 
 def goodput(runs: Sequence[Run], rule: GoodputRule, capacity: float | None, target: float) -> Figure:
     """Requests a second that were completed and that were good; the shares of good, refused and failed ones."""
     figure, (left, right) = _grid(f"Goodput: {rule}", 1, 2)
-    _line(left, runs, lambda run: run.figure("request_throughput"), "completed", "#1f77b4")
+    _line(left, runs, lambda run: run.figure("request_throughput"), "completed", "#9ecae1", width=5)
     _line(left, runs, lambda run: run.figure("request_goodput"), "good", "#2ca02c")
     _line(right, runs, lambda run: _percent(run.figure("slo_attainment")), "good, of all sent", "#2ca02c")
     _line(right, runs, lambda run: _percent(run.figure("rejection_rate")), "refused", "#e08214")
@@ -144,16 +157,25 @@ def timeline(run: Run) -> Figure:
     end = max(run.duration_s, samples[-1].at_s if samples else 0.0, 1e-3)
     times = [end * step / _TIMELINE_POINTS for step in range(_TIMELINE_POINTS + 1)]
     at = [sample.at_s for sample in samples]
-    requests.plot(times, in_flight(run.records, times), color="#bbbbbb", label="due and not ended (client)")
+    requests.plot(
+        times,
+        in_flight(run.records, times),
+        color="#bbbbbb",
+        label="due and not ended (client)",
+        drawstyle="steps-post",
+    )
     if samples:
-        requests.plot(at, [each.running for each in samples], color="#1f77b4", label="running (workers)")
-        requests.plot(at, [each.waiting for each in samples], color="#e08214", label="waiting (workers)")
-        requests.plot(at, [each.queued for each in samples], color="#c51b3d", label="queued (gateway)")
+        shown = {"running": ("#1f77b4", "workers"), "waiting": ("#e08214", "workers"), "queued": ("#c51b3d", "gateway")}
+        for name, (colour, where) in shown.items():
+            values = [getattr(each, name) for each in samples]
+            requests.plot(at, values, color=colour, label=f"{name} ({where})", drawstyle="steps-post")
         blocks.stackplot(
             at,
             *([each.blocks[state] for each in samples] for state in BLOCK_STATES),
             labels=BLOCK_STATES,
             colors=[_BLOCK_COLOURS[state] for state in BLOCK_STATES],
+            edgecolor="#999999",
+            linewidth=0.4,
         )
         preemptions.step(
             at, [each.preemptions - samples[0].preemptions for each in samples], where="post", color="#c51b3d"
@@ -161,11 +183,20 @@ def timeline(run: Run) -> Figure:
     else:
         for axes in (blocks, preemptions):
             _say(axes, "no metrics endpoint was given")
-    tokens.step(range(len(rates := output_rate(run.records, run.duration_s))), rates, where="post", color="#2ca02c")
+    counts = output_rate(run.records, run.duration_s)
+    edges = [float(second) for second in range(len(counts))] + [run.duration_s]
+    tokens.stairs(
+        [number / (later - earlier) for number, (earlier, later) in zip(counts, pairwise(edges), strict=True)],
+        edges,
+        fill=True,
+        color="#8fcf8f",
+    )
     _finish(requests, "Requests", "", "")
     _finish(blocks, "KV blocks by state", "", "", has_legend=bool(samples))
     _finish(preemptions, "Preemptions since the start", "", "", has_legend=False)
-    _finish(tokens, "Output tokens received in each second", "seconds since the start", "", has_legend=False)
+    _finish(tokens, "Output tokens received per second", "seconds since the start", "", has_legend=False)
+    preemptions.yaxis.set_major_locator(MaxNLocator(integer=True))
+    preemptions.set_ylim(0, max(1.0, preemptions.get_ylim()[1]))
     tokens.set_xlim(0, end)
     return figure
 
@@ -178,6 +209,7 @@ def service(run: Run) -> Figure:
         axes.plot(times, curve, label=tenant)
     title = f"Tokens served ({PROMPT_WEIGHT} for a prompt token, {OUTPUT_WEIGHT} for an output token)"
     _finish(axes, title, "seconds since the start", "weighted tokens")
+    axes.set_xlim(0, run.duration_s)
     return figure
 
 
@@ -196,7 +228,9 @@ def _grid(
     return figure, [axes for row in panels for axes in row]
 
 
-def _line(axes: Axes, runs: Iterable[Run], value: Callable[[Run], float | None], label: str, colour: str) -> None:
+def _line(
+    axes: Axes, runs: Iterable[Run], value: Callable[[Run], float | None], label: str, colour: str, width: float = 1.5
+) -> None:
     """The median of repeats as a line, each run as a point."""
     by_offer: dict[float, list[float]] = {}
     for run in runs:
@@ -204,7 +238,11 @@ def _line(axes: Axes, runs: Iterable[Run], value: Callable[[Run], float | None],
         if found is not None and run.point.offered is not None:
             by_offer.setdefault(run.point.offered, []).append(found)
     offers = sorted(by_offer)
-    axes.plot(offers, [median(by_offer[each]) for each in offers], color=colour, label=label)
+    axes.plot(offers, [median(by_offer[each]) for each in offers], color=colour, label=label, linewidth=width)
+    if offers and offers[-1] > 10 * offers[0]:
+        axes.set_xscale("log")
+    axes.set_xticks(offers, [f"{each:.3g}" for each in offers])
+    axes.minorticks_off()
     for each in offers:
         axes.plot([each] * len(by_offer[each]), by_offer[each], "o", color=colour, markersize=4)
 
@@ -221,10 +259,18 @@ def _finish(
         axes.spines[side].set_visible(False)
     if is_log_y:
         axes.set_yscale("log")
-    elif axes.get_ylim()[0] > 0:
-        axes.set_ylim(bottom=0)
+        _plain_log_ticks(axes.yaxis)
+    else:
+        axes.set_ylim(0, max(axes.dataLim.y1, 1e-9) * 1.1)
     if has_legend and axes.get_legend_handles_labels()[0]:
         axes.legend(fontsize=8, frameon=False)
+
+
+def _plain_log_ticks(axis: XAxis | YAxis) -> None:
+    """Numbers as people write them, in place of powers of ten."""
+    axis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+    axis.set_major_formatter(FuncFormatter(lambda value, _position: f"{value:,.6g}"))
+    axis.set_minor_formatter(FuncFormatter(lambda _value, _position: ""))
 
 
 def _spans_decades(axes: Axes) -> bool:
