@@ -59,7 +59,7 @@ class GatewayApp:
         self._metrics_server: MetricsServer | None = None
         metrics = GatewayMetrics(self._registry)
         self._changed = asyncio.Event()
-        self._background = Background(self._changed.set)
+        self._background = Background(self._on_crash)
         self._store = StoreHealth(metrics, self._changed.set)
         self.fleet = Fleet(clock.monotonic, settings.default_model, self._changed.set)
         self.queue = RedisQueue(redis_url, pool=settings.pool, gateway_id=self.gateway_id)
@@ -181,6 +181,10 @@ class GatewayApp:
         self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
     ) -> None:
         await self.stop()
+
+    def _on_crash(self) -> None:
+        self._handler.fail()
+        self._changed.set()
 
     async def _health_loop(self) -> None:
         """SERVING while the store answers, a worker is ready and every loop runs; Fleet needs no ready worker."""

@@ -82,11 +82,11 @@ class Handler:
         self._settings = settings
         self._choose_id = choose_id
         self._choose_seed = choose_seed
-        self._is_draining = False
+        self._refusal: Callable[[], TidegateError] | None = None  # for all new requests
 
     async def drain(self, drain_s: float) -> None:
         """Refuses new requests, lets live ones go on for `drain_s` seconds, then ends them: UNAVAILABLE/DRAINING."""
-        self._is_draining = True
+        self._refusal = _draining
         try:
             async with asyncio.timeout(drain_s):
                 await self._dispatcher.wait_idle()
@@ -97,6 +97,17 @@ class Handler:
         """Ends every live request with UNAVAILABLE/DRAINING."""
         for live in self._dispatcher.live:
             live.end(failed(_draining()))
+
+    def fail(self) -> None:
+        """A loop has crashed: refuses new requests, and ends those that may wait for it in vain. Streams go on."""
+        self._refusal = _broken
+        for live in self._dispatcher.live:
+            if live.lifecycle.state is RequestState.QUEUED:
+                live.end(failed(_broken()))
+
+    def _check_open(self) -> None:
+        if self._refusal is not None:
+            raise self._refusal()
 
     async def generate(self, tenant: Tenant, call: GenerateCall, deadline: float | None) -> AsyncGenerator[Event, None]:
         """The events of one answer. `deadline`: monotonic seconds at which the client gives up.
@@ -129,16 +140,14 @@ class Handler:
         """Checks and registers a request, which from then on has to be ended."""
         arrived = self._clock.monotonic()
         try:
-            if self._is_draining:
-                raise _draining()
+            self._check_open()
             live = LiveRequest(await self._prepare(tenant, call), arrived)
             answer = Answer(live)
             structlog.contextvars.bind_contextvars(request_id=live.fleet_id, tenant=tenant.tenant_id)
             former = self._dispatcher.find(live.fleet_id)
             if former is not None and former.lifecycle.is_ended:
                 await self._closed(former)
-            if self._is_draining:
-                raise _draining()
+            self._check_open()
             self._dispatcher.register(live)
         except TidegateError as error:
             self._metrics.rejected.labels(error.reason.name).inc()
@@ -268,6 +277,10 @@ def _draining() -> UnavailableError:
     return UnavailableError(
         "this gateway is shutting down; another one can serve", reason=Reason.DRAINING, retry_after_s=1.0
     )
+
+
+def _broken() -> UnavailableError:
+    return UnavailableError("this gateway is broken; another one can serve", reason=Reason.INTERNAL, retry_after_s=1.0)
 
 
 def _deadline_exceeded() -> DeadlineExceededError:

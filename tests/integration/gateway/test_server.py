@@ -168,6 +168,27 @@ async def test_an_absent_store_is_said_and_survived(rig: Rig) -> None:
         redis.stop()
 
 
+async def test_a_crashed_loop_is_said_and_nobody_waits_for_it(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    worker = await rig.worker(step_s=None, max_num_seqs=1)
+    app, client = await rig.serving(worker)
+    streaming = asyncio.create_task(client.ask("first", sampling={"max_tokens": 1}))
+    await worker.wait_for(lambda: len(worker.running) == 1)
+    waiting = asyncio.create_task(client.ask("second"))
+    await eventually(lambda: len(app.dispatcher.live) == 2)
+
+    async def crash(*_: object) -> None:
+        raise RuntimeError("bug")
+
+    monkeypatch.setattr(app.queue, "dispatch", crash)
+    app.dispatcher.kick()
+    await until_health(client, "", NOT_SERVING)
+    for answer in (await waiting, await client.ask("third")):
+        assert answer.error is not None
+        assert (answer.error.code(), reason_of(answer.error)) == (grpc.StatusCode.UNAVAILABLE, "INTERNAL")
+    await worker.step()
+    assert (await streaming).error is None
+
+
 async def test_errors_of_the_code_tell_nothing(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     _, client = await rig.serving(await rig.worker())
 
