@@ -46,6 +46,7 @@ from worker.kernels.cpu.simd import (
     load_i32,
     load_i64,
     per_word,
+    prefetch,
     store_f32,
     store_i64,
     vadd,
@@ -66,6 +67,8 @@ from worker.kernels.cpu.tile import COLUMNS, MAX_ROWS
 
 _WORD_BYTES = 4
 _GROUP = 8  # tokens with one address in the table of key addresses
+_LINE = 64
+_FEW_ROWS = 6  # up to so many, memory is the bottleneck
 _HIDDEN = -1e30  # a score that weighs nothing; finite, so that differences stay numbers
 _MAX_HEAD_DIM = 256
 _STATE_BYTES = 2 * LANES * 4 + MAX_ROWS * _MAX_HEAD_DIM * 4  # maxima, sums, weighted values
@@ -125,6 +128,36 @@ def _address_tables(tag: Any, record: int, kv_head: int, blocks: int, first: int
             value = field(record, _VALUES) + block + offset // per_word(tag) * head_dim * _WORD_BYTES
             store_i64(value, scratch + _VALUE_TABLE + 8 * i)
         store_i64(key, scratch + _KEY_TABLE + 8 * i)
+
+
+@kernel
+def _prefetch_piece(address: int, num_bytes: int) -> Any:
+    for offset in range(0, num_bytes, _LINE):
+        prefetch(address + offset)
+
+
+@kernel
+def _prefetch_tile(tag: Any, record: int, item: int, tile: int, part: int) -> Any:
+    """Asks for one key tile's keys or values (`part`) ahead of use; a decode waits for memory more than it computes."""
+    row, block_size = field(item, ROW), field(record, _BLOCK_SIZE)
+    blocks = field(record, _TABLES) + load_i32(field(record, _TABLE_ROWS) + 4 * row) * field(record, _TABLE_STRIDE)
+    first = tile * KEY_TILE
+    last = min(first + KEY_TILE, load_i32(field(record, _LENS) + 4 * row)) - 1
+    piece = field(record, _HEAD_DIM) * block_size * _WORD_BYTES // per_word(tag)
+    for i in range(first // block_size, last // block_size + 1):
+        block = load_i32(blocks + 4 * i) * field(record, _BLOCK_STRIDE)
+        _prefetch_piece(field(record, part) + block + field(item, KV_HEAD) * piece, piece)
+
+
+@kernel
+def _prefetch_next(tag: Any, record: int, item: int, tile: int, end: int) -> Any:
+    """Asks for the keys of the tile that this thread computes after `tile` of `item`."""
+    if tile + 1 == field(item, TILE_END):
+        item += 8 * ITEM_FIELDS
+        if item >= end:
+            return
+        tile = field(item, TILE_BEGIN) - 1
+    _prefetch_tile(tag, record, item, tile + 1, _KEYS)
 
 
 @kernel
@@ -246,6 +279,9 @@ def attention(tag: Any, record: int, head: int, thread: int, threads: int) -> No
             running = field(head, HEAD_PARTIALS) + partial * _STATE_BYTES
         for tile in range(first, field(item, TILE_END)):
             state = running if tile == first else scratch + _TILE
+            if field(item, COUNT) <= _FEW_ROWS:
+                _prefetch_tile(tag, record, item, tile, _VALUES)
+                _prefetch_next(tag, record, item, tile, end)
             _key_tile(tag, record, head, item, position, blocks, tile, scratch, state)
             if tile > first:
                 _absorb(running, state, field(item, COUNT), field(record, _HEAD_DIM), scratch + _FACTORS)

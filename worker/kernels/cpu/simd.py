@@ -355,6 +355,18 @@ store_f32 = _storer("store_f32", FLOAT, 4, types.float32)
 
 
 @instruction
+def prefetch(typingctx: Any, address: Any) -> Any:
+    """Asks for the cache line at an address, which need not be readable, to come to the second-level cache."""
+
+    def codegen(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> ir.Value:
+        line = pointer(builder, args[0], ir.IntType(8))
+        call(builder, "llvm.prefetch.p0", ir.VoidType(), line, I32(0), I32(2), I32(1))
+        return context.get_dummy_value()
+
+    return types.void(types.int64), codegen
+
+
+@instruction
 def per_word(typingctx: Any, tag: Any) -> Any:
     """Elements in 32 bits: 2 for bfloat16, 1 for float32."""
     count = 2 if is_pair(tag) else 1
