@@ -31,9 +31,13 @@ class Answers:
         self.sent: list[tuple[float, int]] = []
         self.never: set[int] = set()  # indices of requests that get no end
         self.refused: set[int] = set()
+        self.stop = asyncio.Event()
+        self.stop_at = 10_000  # the stop comes when so many were sent
 
     async def __call__(self, asked: LoadRequest) -> AsyncGenerator[Event, None]:
         self.sent.append((self.time.now - 100.0, asked.index))
+        if len(self.sent) == self.stop_at:
+            self.stop.set()
         self.num_at_once += 1
         self.most_at_once = max(self.most_at_once, self.num_at_once)
         try:
@@ -51,11 +55,9 @@ class Answers:
             self.num_at_once -= 1
 
 
-async def drive(
-    answers: Answers, requests: list[LoadRequest], loop: Loop, stop: asyncio.Event | None = None
-) -> list[Record]:
+async def drive(answers: Answers, requests: list[LoadRequest], loop: Loop) -> list[Record]:
     driver = Driver(answers, answers.time, answers.time.sleep)
-    await driver.run(requests, loop, stop or asyncio.Event())
+    await driver.run(requests, loop, answers.stop)
     return driver.progress.records
 
 
@@ -109,17 +111,13 @@ async def test_refusals_are_recorded_and_do_not_stop_the_rest() -> None:
     assert records[1].end_s is not None
 
 
-@pytest.mark.parametrize("loop", [OPEN, Loop(max_in_flight=1), Loop(concurrency=2)])
-async def test_a_stop_returns_at_once_and_marks_what_was_under_way(loop: Loop) -> None:
+@pytest.mark.parametrize(("loop", "num_sent"), [(OPEN, 3), (Loop(max_in_flight=1), 1), (Loop(concurrency=2), 3)])
+async def test_a_stop_returns_at_once_and_marks_what_was_under_way(loop: Loop, num_sent: int) -> None:
     answers = Answers(FakeTime())
-    answers.never = {0}
-    stop = asyncio.Event()
+    answers.never, answers.stop_at = {0}, num_sent
     requests = [replace(request(index), arrival_s=float(index)) for index in range(3)]
-    running = asyncio.create_task(drive(answers, requests, loop, stop))
-    while not answers.sent or answers.time.now < 102 and loop.concurrency is None:
-        await asyncio.sleep(0)
-    stop.set()
-    records = await running
+    records = await drive(answers, requests, loop)
+    assert len(answers.sent) == num_sent
     assert records[0].status == INTERRUPTED
     assert all(record.status for record in records)
     assert answers.num_at_once == 0

@@ -100,7 +100,12 @@ def test_a_trace_keeps_clients_arrivals_and_blocks() -> None:
 def test_too_long_requests_are_clipped_or_dropped_and_counted() -> None:
     shapes = [Shape("k", 50, 50), Shape("k", 300, 40), Shape("k", 10, 300), Shape("k", 500, 500)]
     clipped = fit(shapes, Caps(context_length=200))
-    assert [(shape.num_prompt, shape.num_output) for shape in clipped.shapes] == [(50, 50), (160, 40), (10, 190), (100, 100)]
+    assert [(shape.num_prompt, shape.num_output) for shape in clipped.shapes] == [
+        (50, 50),
+        (160, 40),
+        (10, 190),
+        (100, 100),
+    ]
     assert (clipped.num_clipped, clipped.num_dropped) == (3, 0)
     dropped = fit(shapes, Caps(context_length=200, is_dropping=True))
     assert dropped.shapes == (shapes[0],)

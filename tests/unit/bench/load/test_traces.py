@@ -8,7 +8,9 @@ import pytest
 
 from bench.traces import TraceError, load_trace, parse_range
 
-AZURE = "TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:17:03.9799600,4808,10\n2023-11-16 18:17:05.2299600,3180,8\n"
+AZURE = (
+    "TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:17:03.9799600,4808,10\n2023-11-16 18:17:05.2299600,3180,8\n"
+)
 MOONCAKE = "\n".join(
     f'{{"timestamp": {stamp}, "input_length": 600, "output_length": 5, "hash_ids": [0, {index}]}}'
     for index, stamp in enumerate([0, 0, 0, 3000, 3000, 3000, 9000, 9000])
