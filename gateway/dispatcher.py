@@ -19,7 +19,7 @@ from common.errors import (
     UnavailableError,
 )
 from common.metrics import GatewayMetrics
-from common.types import BlockUsage, FinishReason, Reason
+from common.types import Band, BlockUsage, FinishReason, Reason
 from gateway.admission.drain_rate import DrainRate
 from gateway.background import Background
 from gateway.lifecycle import failed, finished
@@ -83,6 +83,7 @@ class Dispatcher:
         self._settings = settings
         self._live: dict[str, LiveRequest] = {}
         self._reports = PendingReports()
+        self._itl = {band: metrics.itl.labels(band.name.lower()) for band in Band}
         self._wake = asyncio.Event()
         self._idle = asyncio.Event()
         self._idle.set()
@@ -230,7 +231,10 @@ class Dispatcher:
             # Nobody here asked for it: the worker gave the request up, e.g. at the end of its drain.
             self._lose(live, live.claim, "given_up")
             return
-        live.receive(event, self._clock.monotonic())
+        now = self._clock.monotonic()
+        if event.token_ids and live.last_token_at is not None:
+            self._itl[live.request.band].observe(now - live.last_token_at)
+        live.receive(event, now)
 
     def on_rejected(self, worker_id: str, event: RejectedEvent) -> None:
         """Puts a refused request back, or ends it if it can never be served."""

@@ -130,9 +130,13 @@ async def test_what_outlives_the_drain_is_ended_and_aborted(rig: Rig) -> None:
 
 
 async def test_metrics_are_served_over_http(rig: Rig) -> None:
-    worker = await rig.worker()
+    worker = await rig.worker(step_s=None)
     app, client = await rig.serving(worker, metrics_listen="127.0.0.1:0")
-    assert (await client.ask()).error is None
+    answer = asyncio.create_task(client.ask(sampling={"max_tokens": 8}))
+    await worker.wait_for(lambda: len(worker.running) == 1)
+    for _ in range(8):
+        await worker.step()
+    assert (await answer).error is None
     assert (await client.ask(model="none")).error is not None
     url = f"http://127.0.0.1:{app.metrics_port}/metrics"
     page = (await asyncio.to_thread(lambda: urllib.request.urlopen(url, timeout=10).read())).decode()
@@ -140,6 +144,8 @@ async def test_metrics_are_served_over_http(rig: Rig) -> None:
     assert 'tidegate_gateway_completion_tokens_total{band="normal"} 8.0' in page
     assert 'tidegate_gateway_rejected_total{reason="UNKNOWN_MODEL"} 1.0' in page
     assert 'tidegate_gateway_ttft_seconds_count{band="normal"} 1.0' in page
+    assert 'tidegate_gateway_tpot_seconds_count{band="normal"} 1.0' in page
+    assert 'tidegate_gateway_itl_seconds_count{band="normal"} 7.0' in page
     assert 'tidegate_gateway_queue_wait_seconds_count{band="normal"} 1.0' in page
     assert 'tidegate_gateway_worker_blocks{state="empty",worker="w1"}' in page
     assert "tidegate_gateway_store_up 1.0" in page
