@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Protocol
 
 from common.types import Band, BlockUsage, ModelLimits
+
+
+@dataclass(frozen=True, slots=True)
+class Flow:
+    """The work of a tenant in a band, on the workers of a model: what fairness is measured by."""
+
+    model: str
+    band: Band
+    tenant: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,13 +30,20 @@ class QueueEntry:
     band: Band
     num_input_tokens: int  # tokens to compute before the first new one
     num_tokens_needed: int  # tokens of KV to reserve as credit when claimed
+    weight: int = 1  # of the tenant, at least 1: backlogged flows of a band are served in proportion to it
+
+    @property
+    def flow(self) -> Flow:
+        """Whose service it counts as."""
+        return Flow(self.model, self.band, self.tenant)
 
 
 class Place(Enum):
     """Where in its flow a requeued request goes."""
 
-    FIRST = "first"  # its worker was lost: ahead of fresh work of its band
-    SAME = "same"  # a worker had no room: at its own arrival position
+    FIRST = "first"  # its worker was lost: ahead of fresh work
+    SAME = "same"  # a worker had no room: at its own arrival position, and what the claim counted is taken back
+    LAST = "last"  # a worker handed back what ran long: behind fresh work, until its wait is long
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +89,7 @@ class InboxMessage:
 
 @dataclass(frozen=True, slots=True)
 class QueueDepth:
-    """Waiting requests of one band, and how long its head has waited."""
+    """Waiting requests of one band, and how long the longest-waiting of them has waited."""
 
     band: Band
     num_waiting: int
@@ -84,17 +100,21 @@ class Queue(Protocol):
     """One queue for the whole fleet. Every method is one atomic change; all raise UnavailableError(STORE_UNAVAILABLE)
     when the store cannot be reached. The store's clock is the only clock."""
 
-    async def enqueue(self, entry: QueueEntry, *, max_length: int) -> None:
-        """Adds a request at the end of its flow.
+    async def enqueue(self, entry: QueueEntry, *, max_length: int, max_of_tenant: int | None = None) -> None:
+        """Adds a request at the end of the fresh work of its flow.
 
         Raises DuplicateRequestError if a live request has the id and LimitExceededError(QUEUE_FULL) if its band
-        already holds `max_length` waiting requests; either way nothing is written, and the caller must not finish it.
+        already holds `max_length` waiting requests, or all bands together `max_of_tenant` of its tenant; either way
+        nothing is written, and the caller must not finish it.
         A cancelled enqueue is withdrawn; one whose outcome the store did not tell is removed with the next heartbeat.
         """
         ...
 
     async def dispatch(self, reports: Sequence[WorkerReport] = ()) -> list[Claim]:
-        """Takes in workers' reports, then claims heads in policy order while some worker has credit.
+        """Takes in workers' reports, then claims requests in policy order while some worker has credit.
+
+        The order: bands by priority, but a lower one gets its least share of the tokens served; inside a band the flow
+        that was served least for its weight; inside a flow by place. Now and then the longest wait comes first.
 
         Reports older than the stored (epoch, seq) change no numbers; the claims that a report accounts for are
         forgotten either way once the stored numbers contain them. Returns the claims made for requests of every owner;
@@ -105,6 +125,11 @@ class Queue(Protocol):
     async def requeue(self, request_id: str, *, attempt: int, place: Place, num_input_tokens: int) -> bool:
         """Undoes a claim: the request waits again. False (and no change) if that attempt is not this
         gateway's present claim: another is, or the request waits already, its lease having passed."""
+        ...
+
+    async def charge(self, output_tokens: Mapping[Flow, int]) -> None:
+        """Counts tokens that were made for flows since the last call. A call whose outcome the store did not tell may
+        be repeated: it then counts twice, which costs the flow a few turns, and no request."""
         ...
 
     async def finish(self, request_id: str) -> bool:

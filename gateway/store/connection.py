@@ -68,11 +68,11 @@ def text(reply: Any) -> str:
 
 
 class Script:
-    """One Lua file of `scripts/`, behind the shared prelude; sent by digest, in full if the server does not know it."""
+    """A Lua file of `scripts/`, behind those it builds on; sent by digest, in full if the server does not know it."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, preludes: Sequence[str] = ()) -> None:
         folder = files(__package__).joinpath("scripts")
-        self._source = folder.joinpath("common.lua").read_text() + folder.joinpath(f"{name}.lua").read_text()
+        self._source = "".join(folder.joinpath(f"{part}.lua").read_text() for part in (*preludes, name))
         self._digest = sha1(self._source.encode(), usedforsecurity=False).hexdigest()
         self._name = name
 

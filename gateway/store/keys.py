@@ -18,6 +18,7 @@ import re
 from dataclasses import dataclass
 
 from common.types import Band
+from gateway.queueing.queue import Flow
 
 _POOL_PATTERN = re.compile(r"[A-Za-z0-9._-]{1,64}")
 
@@ -55,19 +56,48 @@ class PoolKeys:
     def request(self, request_id: str) -> str:
         """HASH, one live request. Written by enqueue, removed by finish or by reaping its dead owner.
 
-        owner, model, band, input_tokens, tokens_needed: as enqueued (input_tokens is renewed by requeue);
-        arrival: its number in the sequence; resumed: 1 after it lost a worker, it then precedes fresh work of its band;
-        waiting_since: time; attempt: of the last claim, 0 before the first; worker, epoch: of the present claim, empty
-        while it waits; overtaken: how often a later request was claimed while this one did not fit.
+        owner, model, band, tenant, input_tokens, tokens_needed: as enqueued (input_tokens is renewed by requeue);
+        arrival: its number in the sequence; rank: -1 once it was resumed after a lost worker, 1 once it was handed
+        back, else 0; turn: number in the sequence when its present wait began, waiting_since: the time of that;
+        attempt: of the last claim, 0 before the first; worker, epoch: of the present claim, empty while it waits;
+        overtaken: how often a later request was claimed while this one did not fit; charged, charged_tokens: what its
+        input has added to the flow's counter and to the service of bands, 0 before the first claim and after a claim
+        that was taken back.
         """
         return f"{self.prefix}request:{request_id}"
 
     def waiting(self, band: Band, model: str) -> str:
-        """ZSET request id -> place (arrival, less 2**52 if resumed), the waiting requests of a band and model.
+        """ZSET request id -> turn, the waiting requests of a band and model.
 
         Members are added by enqueue and requeue, removed by dispatch, finish and reaping; Redis removes it when empty.
         """
         return f"{self.prefix}waiting:{int(band)}:{model}"
+
+    def flows(self, band: Band, model: str) -> str:
+        """ZSET tenant -> counter, the flows that have waiting requests. Follows `line` and `flow`."""
+        return f"{self.prefix}flows:{int(band)}:{model}"
+
+    def line(self, flow: Flow) -> str:
+        """ZSET request id -> place (arrival + rank * 2**52), the waiting requests of a flow. Follows `waiting`."""
+        return f"{self.prefix}line:{int(flow.band)}:{flow.tenant}:{flow.model}"
+
+    def flow(self, flow: Flow) -> str:
+        """HASH, what a flow has been served: counter, in hundredths of weighted tokens at weight 1; the weight.
+
+        Written by enqueue, dispatch, charge and requeue. Without an end while the flow has waiting requests; else it
+        expires ten minutes after its last change.
+        """
+        return f"{self.prefix}flow:{int(flow.band)}:{flow.tenant}:{flow.model}"
+
+    def service(self, model: str) -> str:
+        """HASH, what the bands of a model have been served, most fields once for each band.
+
+        virtual: the greatest counter at which a flow was chosen; running: claimed requests; all, own: weighted tokens
+        served to every band, and thousandths of those served to this one, while it waited behind a waiting higher one,
+        less what dispatch has settled; since_longest: claims since the last one that went to the longest wait.
+        Written by dispatch, charge, requeue, finish and reaping; expires ten minutes after its last change.
+        """
+        return f"{self.prefix}service:{model}"
 
     def owned(self, gateway_id: str) -> str:
         """SET of the ids of a gateway's live requests: makes reaping a dead gateway cheap. Follows `request`."""

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Coroutine, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from common.errors import DuplicateRequestError, LimitExceededError, UnavailableError
+from common.errors import DuplicateRequestError, LimitExceededError, QuotaViolation, UnavailableError
 from common.types import Band
-from gateway.queueing.queue import Claim, InboxMessage, Place, QueueDepth, QueueEntry, WorkerRecord, WorkerReport
+from gateway.queueing.queue import Claim, Flow, InboxMessage, Place, QueueDepth, QueueEntry, WorkerRecord, WorkerReport
 from gateway.store.connection import Argument, Calls, Script, connect, text
 from gateway.store.inbox import Inbox
 from gateway.store.keys import PoolKeys
@@ -18,8 +18,8 @@ from gateway.store.keys import PoolKeys
 T = TypeVar("T")
 _SCRIPT_NAMES = (
     "enqueue",
-    "dispatch",
     "requeue",
+    "charge",
     "finish",
     "owner_of",
     "send_cancel",
@@ -30,8 +30,11 @@ _SCRIPT_NAMES = (
     "leave",
     "depths",
 )
+_PRELUDES = ("common", "flows")
 _ALREADY_LIVE = -1
 _BAND_FULL = -2
+_TENANT_FULL = -3
+_NO_LIMIT = 2**53
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +46,13 @@ class QueueSettings:
     owner_ttl_s: float = 10.0  # how long a gateway that enqueues before its first heartbeat is taken to live
     max_overtakes: int = 16  # how often a head that does not fit is overtaken before a worker is kept free for it
     max_passed: int = 32  # how many heads that do not fit are looked past in one dispatch
+    input_weight: int = 1  # of an input token in the service that a flow has got
+    output_weight: int = 2  # of an output token
+    normal_share: float = 0.1  # least share of the normal band in the tokens served, while it and a higher one wait
+    low_share: float = 0.05  # the same for the low band
+    max_owed_tokens: int = 20_000  # weighted tokens of its share that a band can save up
+    long_wait_s: float = 30.0  # after this long a request's turn may come by its wait, whatever its band and flow
+    claims_per_long_wait: int = 16  # of so many claims, one goes to the longest wait if that is long
     max_connections: int = 8  # beside the one for the inbox
     timeout_s: float = 5.0  # for connecting, for a connection's turn, and for each reply
 
@@ -63,23 +73,24 @@ class RedisQueue:
         self._client = connect(url, max_connections=bounds.max_connections, timeout_s=bounds.timeout_s)
         self._calls = Calls(max_running=bounds.max_connections, timeout_s=bounds.timeout_s)
         self._inbox = Inbox(url, self._keys.inbox(gateway_id), timeout_s=bounds.timeout_s)
-        self._scripts = {name: Script(name) for name in _SCRIPT_NAMES}
+        self._scripts = {name: Script(name, _PRELUDES) for name in _SCRIPT_NAMES}
+        self._scripts["dispatch"] = Script("dispatch", (*_PRELUDES, "credit"))
         self._live: set[str] = set()  # enqueued here and not finished
         self._doubtful: set[str] = set()  # the store may hold them, and must not
 
     def __repr__(self) -> str:
         return f"RedisQueue(pool={self._keys.pool}, gateway={self._gateway_id}, live={len(self._live)})"
 
-    async def enqueue(self, entry: QueueEntry, *, max_length: int) -> None:
-        """Adds a request at the end of its band. See `Queue.enqueue`; the caller must not finish a duplicate."""
-        task = self._calls.start(self._enqueue(entry, max_length))
+    async def enqueue(self, entry: QueueEntry, *, max_length: int, max_of_tenant: int | None = None) -> None:
+        """Adds a request at the end of its flow. See `Queue.enqueue`; the caller must not finish a duplicate."""
+        task = self._calls.start(self._enqueue(entry, max_length, max_of_tenant))
         try:
             await asyncio.shield(task)
         except asyncio.CancelledError:
             self._calls.start(self._withdraw(task, entry.request_id))
             raise
 
-    async def _enqueue(self, entry: QueueEntry, max_length: int) -> int:
+    async def _enqueue(self, entry: QueueEntry, max_length: int, max_of_tenant: int | None) -> int:
         try:
             arrival: int = await self._script(
                 "enqueue",
@@ -87,9 +98,12 @@ class RedisQueue:
                 entry.owner,
                 entry.model,
                 int(entry.band),
+                entry.tenant,
+                entry.weight,
                 entry.num_input_tokens,
                 entry.num_tokens_needed,
                 max_length,
+                _NO_LIMIT if max_of_tenant is None else max_of_tenant,
                 _microseconds(self._settings.owner_ttl_s),
             )
         except UnavailableError:
@@ -99,6 +113,9 @@ class RedisQueue:
             raise DuplicateRequestError("a request with this id is being served")
         if arrival == _BAND_FULL:
             raise LimitExceededError(f"the queue of the {entry.band.name.lower()} band is full ({max_length} waiting)")
+        if arrival == _TENANT_FULL:
+            message = f"the tenant has {max_of_tenant} waiting requests, the most that is allowed"
+            raise LimitExceededError(message, quotas=[QuotaViolation(f"tenant:{entry.tenant}", message)])
         self._live.add(entry.request_id)
         self._doubtful.discard(entry.request_id)
         return arrival
@@ -110,7 +127,7 @@ class RedisQueue:
             await self._finish(request_id, str(enqueueing.result()))
 
     async def dispatch(self, reports: Sequence[WorkerReport] = ()) -> list[Claim]:
-        """Takes in reports, then claims heads in policy order while some worker has credit. See `Queue.dispatch`."""
+        """Takes in reports, then claims requests in policy order while some worker has credit. See `Queue.dispatch`."""
         bounds = self._settings
         arguments: list[Argument] = [
             self._gateway_id,
@@ -118,6 +135,13 @@ class RedisQueue:
             _microseconds(bounds.claim_lease_s),
             bounds.max_overtakes,
             bounds.max_passed,
+            bounds.input_weight,
+            bounds.output_weight,
+            round(bounds.normal_share * 1000),
+            round(bounds.low_share * 1000),
+            bounds.max_owed_tokens,
+            _microseconds(bounds.long_wait_s),
+            bounds.claims_per_long_wait - 1,
             len(reports),
         ]
         for report in reports:
@@ -129,6 +153,13 @@ class RedisQueue:
         """Undoes a claim: the request waits again. See `Queue.requeue`."""
         arguments = (request_id, self._gateway_id, attempt, place.value, num_input_tokens)
         return bool(await self._run("requeue", *arguments))
+
+    async def charge(self, output_tokens: Mapping[Flow, int]) -> None:
+        """Counts tokens that were made for flows since the last call. See `Queue.charge`."""
+        arguments: list[Argument] = [self._settings.output_weight]
+        for flow, num_tokens in output_tokens.items():
+            arguments += [flow.model, int(flow.band), flow.tenant, num_tokens]
+        await self._run("charge", *arguments)
 
     async def finish(self, request_id: str) -> bool:
         """Removes every trace of a request of this gateway. See `Queue.finish`."""

@@ -58,7 +58,7 @@ class TestOrder:
         assert ids(await queue.dispatch([report(seq=2, slots=3)])) == ["b"]
         await finish(queue, "a", "b", "c")
 
-    async def test_bands_are_served_strictly_in_order(self, queue: Queue) -> None:
+    async def test_bands_are_served_in_order(self, queue: Queue) -> None:
         await enqueue(queue, "l", band=Band.LOW)
         await enqueue(queue, "n", band=Band.NORMAL)
         await enqueue(queue, "h", band=Band.HIGH)
@@ -93,6 +93,177 @@ class TestOrder:
         assert await queue.requeue("b", attempt=2, place=Place.SAME, num_input_tokens=1)
         assert ids(await queue.dispatch([report(seq=3)])) == ["b", "a"]
         await finish(queue, "a", "b")
+
+
+class TestFairness:
+    """Weights of tokens are 1 for input and 2 for output; entries need one block and have the input given."""
+
+    async def test_the_flow_served_least_goes_first(self, queue: Queue) -> None:
+        await enqueue(queue, "a1", "a2", "a3", tenant="a", input_tokens=100)
+        await enqueue(queue, "b1", "b2", "b3", tenant="b", input_tokens=40)
+        claims = await queue.dispatch([report(slots=6, max_num_seqs=6)])
+        assert ids(claims) == ["a1", "b1", "b2", "b3", "a2", "a3"]  # 0 0, 100 0, 100 40, 100 80, 100, 200
+        await finish(queue, "a1", "a2", "a3", "b1", "b2", "b3")
+
+    async def test_weights_divide_what_is_counted(self, queue: Queue) -> None:
+        await enqueue(queue, *(f"a{i}" for i in range(6)), tenant="a", input_tokens=30, weight=3)
+        await enqueue(queue, *(f"b{i}" for i in range(6)), tenant="b", input_tokens=30, weight=1)
+        claims = await queue.dispatch([report(slots=8, max_num_seqs=8)])
+        assert sorted(ids(claims)) == [*(f"a{i}" for i in range(6)), "b0", "b1"]
+        await finish(queue, *(f"{tenant}{i}" for tenant in "ab" for i in range(6)))
+
+    async def test_output_counts_twice_as_it_is_made(self, queue: Queue) -> None:
+        await enqueue(queue, "a1", tenant="a", input_tokens=10)
+        await enqueue(queue, "b1", tenant="b", input_tokens=29)
+        await queue.dispatch([report(slots=2)])
+        await enqueue(queue, "a2", tenant="a")
+        await enqueue(queue, "b2", tenant="b")
+        await queue.charge({entry("a1", tenant="a").flow: 9})
+        assert ids(await queue.dispatch([report(seq=2, slots=3)])) == ["a2"], "28 against 29"
+        await enqueue(queue, "a3", tenant="a")
+        await queue.charge({entry("a1", tenant="a").flow: 1})
+        assert ids(await queue.dispatch([report(seq=3, slots=4)])) == ["b2"], "31 against 29"
+        await finish(queue, "a1", "a2", "a3", "b1", "b2")
+
+    async def test_who_returns_has_saved_nothing_up(self, queue: Queue) -> None:
+        await enqueue(queue, "b1", tenant="b", input_tokens=1)
+        await enqueue(queue, *(f"a{i}" for i in range(9)), tenant="a", input_tokens=100)
+        assert ids(await queue.dispatch([report(slots=6, max_num_seqs=9)])) == ["a0", "b1", "a1", "a2", "a3", "a4"]
+        await enqueue(queue, *(f"b{i}" for i in range(2, 6)), tenant="b", input_tokens=100)
+        claims = await queue.dispatch([report(seq=2, slots=11, max_num_seqs=11)])
+        assert ids(claims) == ["a5", "b2", "a6", "b3", "a7"], "lifted to 500: turn about"
+        await finish(queue, *(f"a{i}" for i in range(9)), *(f"b{i}" for i in range(1, 6)))
+
+    async def test_who_returns_to_an_empty_queue_is_lifted_too(self, queue: Queue) -> None:
+        await enqueue(queue, "b1", tenant="b", input_tokens=1)
+        await enqueue(queue, "a1", tenant="a", input_tokens=500)
+        await queue.dispatch([report(slots=2)])
+        await enqueue(queue, "a2", tenant="a", input_tokens=500)
+        await queue.dispatch([report(seq=2, slots=3)])
+        await enqueue(queue, "b2", "b3", tenant="b", input_tokens=400)  # from 500, the counter of a2's choice
+        await enqueue(queue, "a3", tenant="a", input_tokens=1)  # has 1000
+        assert ids(await queue.dispatch([report(seq=3, slots=5, max_num_seqs=5)])) == ["b2", "b3"]
+        await finish(queue, "a1", "a2", "a3", "b1", "b2", "b3")
+
+    async def test_a_claim_that_did_nothing_is_not_counted(self, queue: Queue) -> None:
+        await enqueue(queue, "a1", "a2", tenant="a", input_tokens=100)
+        await enqueue(queue, "b1", tenant="b", input_tokens=60)
+        await enqueue(queue, "b2", tenant="b", input_tokens=60)
+        assert ids(await queue.dispatch([report(slots=2)])) == ["a1", "b1"]
+        assert await queue.requeue("a1", attempt=1, place=Place.SAME, num_input_tokens=100)
+        assert ids(await queue.dispatch([report(seq=2, slots=2)])) == ["a1"], "0 against 60"
+        await finish(queue, "a1", "a2", "b1", "b2")
+
+    async def test_a_request_whose_worker_was_lost_is_counted_once(self, queue: Queue) -> None:
+        await enqueue(queue, "a1", "a2", tenant="a", input_tokens=100)
+        await enqueue(queue, "b1", "b2", "b3", tenant="b", input_tokens=60)
+        assert ids(await queue.dispatch([report(slots=3)])) == ["a1", "b1", "b2"]
+        assert await queue.requeue("a1", attempt=1, place=Place.FIRST, num_input_tokens=400)
+        claims = await queue.dispatch([report(epoch=2, slots=3)])
+        assert ids(claims) == ["a1", "a2", "b3"], "100 against 120 before and after a1 is claimed again"
+        await finish(queue, "a1", "a2", "b1", "b2", "b3")
+
+    async def test_what_was_handed_back_goes_behind_fresh_work_of_its_flow(self, queue: Queue) -> None:
+        await enqueue(queue, "long", "a", "b")
+        await queue.dispatch([report(slots=1)])
+        assert await queue.requeue("long", attempt=1, place=Place.LAST, num_input_tokens=900)
+        await enqueue(queue, "c")
+        assert ids(await queue.dispatch([report(seq=2)])) == ["a", "b", "c", "long"]
+        await finish(queue, "long", *"abc")
+
+    async def test_every_gateway_counts_the_same_flow(self, make_queue: MakeQueue) -> None:
+        g1, g2 = make_queue("g1"), make_queue("g2")
+        await enqueue(g1, "a1", tenant="a", input_tokens=10)
+        await g2.dispatch([report(slots=1)])
+        await g1.charge({entry("x", tenant="a").flow: 50})
+        await enqueue(g2, "b1", owner="g2", tenant="b", input_tokens=10)
+        await enqueue(g1, "a2", tenant="a", input_tokens=10)
+        await g2.charge({entry("x", tenant="a").flow: 50})
+        assert ids(await g1.dispatch([report(seq=2, slots=2)])) == ["b1"], "the claim of a1 takes the other slot"
+        await finish(g1, "a1", "a2")
+        await finish(g2, "b1")
+
+    async def test_a_tenant_may_have_only_so_many_waiting(self, queue: Queue) -> None:
+        await queue.enqueue(entry("a1", tenant="a"), max_length=9, max_of_tenant=2)
+        await queue.enqueue(entry("a2", tenant="a", model="n", band=Band.LOW), max_length=9, max_of_tenant=2)
+        with pytest.raises(LimitExceededError) as caught:
+            await queue.enqueue(entry("a3", tenant="a"), max_length=9, max_of_tenant=2)
+        assert caught.value.reason is Reason.QUEUE_FULL
+        assert [quota.subject for quota in caught.value.quotas] == ["tenant:a"]
+        assert await queue.owner_of("a3") is None
+        await queue.enqueue(entry("b1", tenant="b"), max_length=9, max_of_tenant=2)
+        await finish(queue, "a1", "a2", "b1")
+
+
+class TestShares:
+    """Of the tokens served while they wait behind a higher band, lower bands get their least share."""
+
+    async def served(self, queue: Queue, num_rounds: int, num_slots: int) -> dict[str, int]:
+        """Claims by the first letter of the request; whatever is claimed ends before the next round."""
+        served = dict.fromkeys("hnl", 0)
+        for seq in range(1, num_rounds + 1):
+            for claim in await queue.dispatch([report(seq=seq, slots=num_slots, max_num_seqs=num_slots)]):
+                served[claim.request_id[0]] += 1
+                await finish(queue, claim.request_id)
+        return served
+
+    async def test_a_lower_band_gets_its_share_and_no_more(self, make_queue: MakeQueue) -> None:
+        queue = make_queue("g1", replace(SETTINGS, normal_share=0.2, low_share=0.1, claims_per_long_wait=10**9))
+        waiting = [f"{band.name[0].lower()}{i}" for band in Band for i in range(200)]
+        for request_id in waiting:
+            band = {"h": Band.HIGH, "n": Band.NORMAL, "l": Band.LOW}[request_id[0]]
+            await enqueue(queue, request_id, band=band, input_tokens=10)
+        served = await self.served(queue, num_rounds=50, num_slots=4)
+        assert sum(served.values()) == 200
+        assert 38 <= served["n"] <= 40
+        assert 18 <= served["l"] <= 20
+        for request_id in waiting:
+            await queue.finish(request_id)
+
+    async def test_what_a_band_was_served_before_counts(self, make_queue: MakeQueue) -> None:
+        """The output of requests that started in a quiet hour is service of their band."""
+        queue = make_queue("g1", replace(SETTINGS, normal_share=0.5, claims_per_long_wait=10**9))
+        await enqueue(queue, "n0", input_tokens=1)
+        await queue.dispatch([report(slots=1)])
+        await enqueue(queue, *(f"n{i}" for i in range(1, 9)), input_tokens=10)
+        await enqueue(queue, *(f"h{i}" for i in range(8)), band=Band.HIGH, input_tokens=10)
+        await queue.charge({entry("n0").flow: 25})  # 50 weighted tokens, where 25 would be its share
+        assert ids(await queue.dispatch([report(seq=2, slots=7, max_num_seqs=8)])) == [f"h{i}" for i in range(6)]
+        await finish(queue, *(f"n{i}" for i in range(9)), *(f"h{i}" for i in range(8)))
+
+    async def test_nothing_is_saved_up_while_a_band_does_not_wait(self, make_queue: MakeQueue) -> None:
+        queue = make_queue("g1", replace(SETTINGS, normal_share=0.5, claims_per_long_wait=10**9))
+        await enqueue(queue, *(f"h{i}" for i in range(9)), band=Band.HIGH, input_tokens=100)
+        await queue.dispatch([report(slots=4)])
+        await enqueue(queue, "n", input_tokens=60)
+        assert ids(await queue.dispatch([report(seq=2, slots=7, max_num_seqs=7)])) == ["h4", "h5", "n"]
+        await finish(queue, "n", *(f"h{i}" for i in range(9)))
+
+
+class TestLongWaits:
+    async def test_now_and_then_the_longest_wait_comes_first(self, make_queue: MakeQueue) -> None:
+        queue = make_queue("g1", replace(SETTINGS, long_wait_s=0.0, claims_per_long_wait=4, low_share=0.0))
+        await enqueue(queue, "l0", "l1", band=Band.LOW)
+        await enqueue(queue, *(f"h{i}" for i in range(8)), band=Band.HIGH)
+        claims = await queue.dispatch([report(slots=9, max_num_seqs=9)])
+        assert ids(claims) == ["h0", "h1", "h2", "l0", "h3", "h4", "h5", "l1", "h6"]
+        await finish(queue, "l0", "l1", *(f"h{i}" for i in range(8)))
+
+    async def test_what_was_handed_back_ages_too(self, make_queue: MakeQueue) -> None:
+        queue = make_queue("g1", replace(SETTINGS, long_wait_s=0.0, claims_per_long_wait=3))
+        await enqueue(queue, "long")
+        await queue.dispatch([report(slots=1)])
+        assert await queue.requeue("long", attempt=1, place=Place.LAST, num_input_tokens=900)
+        await enqueue(queue, *"abcd")
+        assert ids(await queue.dispatch([report(seq=2)])) == ["a", "long", "b", "c"], "the first claim was its own"
+        await finish(queue, "long", *"abcd")
+
+    async def test_a_short_wait_does_not(self, make_queue: MakeQueue) -> None:
+        queue = make_queue("g1", replace(SETTINGS, long_wait_s=3600.0, claims_per_long_wait=1, low_share=0.0))
+        await enqueue(queue, "l", band=Band.LOW)
+        await enqueue(queue, "h", band=Band.HIGH)
+        assert ids(await queue.dispatch([report()])) == ["h", "l"]
+        await finish(queue, "h", "l")
 
 
 class TestCredit:
@@ -536,7 +707,10 @@ class TestReaping:
         await g2.send_cancel("a")
         assert any(key.endswith(":inbox:g1") for key in pool_keys(redis_client, pool))
         await g1.close()
-        assert [key.split("}:")[1] for key in pool_keys(redis_client, pool)] == ["sequence"]
+        left = {key.split("}:")[1]: redis_client.ttl(key) for key in pool_keys(redis_client, pool)}
+        assert left.pop("sequence") == -1
+        assert left.keys() == {"flow:2:acme:m"}, "what a flow was served is remembered for a while"
+        assert 0 < left["flow:2:acme:m"] <= 600
 
     async def test_a_heartbeat_knows_every_live_request(self, queue: Queue) -> None:
         await enqueue(queue, "a", "b", "c")

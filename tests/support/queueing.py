@@ -20,10 +20,13 @@ def entry(
     model: str = "m",
     band: Band = Band.NORMAL,
     blocks: int = 1,
+    tenant: str = "acme",
+    weight: int = 1,
+    input_tokens: int | None = None,
 ) -> QueueEntry:
-    """A request that needs so many blocks, the last of them for one token only."""
+    """A request that needs so many blocks, the last for one token only; all for input if nothing is said."""
     tokens = (blocks - 1) * BLOCK_SIZE + 1
-    return QueueEntry(request_id, owner, model, "acme", band, num_input_tokens=tokens, num_tokens_needed=tokens)
+    return QueueEntry(request_id, owner, model, tenant, band, input_tokens or tokens, tokens, weight)
 
 
 def report(

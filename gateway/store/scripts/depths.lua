@@ -1,5 +1,5 @@
 -- Waiting requests by band.
--- Returns for each band, highest first: number waiting, microseconds that the longest-waiting head of a model has waited.
+-- Returns for each band, highest first: number waiting, microseconds that its longest-waiting request has waited.
 local depths = {}
 local models = call('SMEMBERS', MODELS)
 for band = FIRST_BAND, LAST_BAND do

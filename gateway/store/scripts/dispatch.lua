@@ -1,128 +1,98 @@
--- Takes in workers' reports, then claims heads in policy order while some worker has credit.
+-- Takes in workers' reports, then claims requests in policy order while some worker has credit.
 -- ARGV: 2 caller, 3 microseconds that a report is good for, 4 microseconds of a claim's lease, 5 how often a head that does
---       not fit may be overtaken, 6 how many heads that do not fit are looked past, 7 number of reports; then for each report:
---       worker, epoch, seq, model, block size, blocks, slots, free slots, free blocks, number of accounted claims, and for
---       each of these: request id, attempt
+--       not fit may be overtaken, 6 how many heads that do not fit are looked past, 7 and 8 weights of an input and an output
+--       token, 9 and 10 least shares of the second and third band in thousandths, 11 weighted tokens that a band is owed at
+--       most, 12 microseconds after which a wait is long, 13 how many claims go by before one more goes to the longest wait,
+--       14 number of reports; then for each report: worker, epoch, seq, model, block size, blocks, slots, free slots, free
+--       blocks, number of accounted claims, and for each of these: request id, attempt
 -- Returns a list of claims {request id, owner, worker, epoch, attempt}. Claims of other owners are in their inboxes too.
 local caller, report_ttl, lease = ARGV[2], tonumber(ARGV[3]), tonumber(ARGV[4])
 local max_overtakes, max_passed = tonumber(ARGV[5]), tonumber(ARGV[6])
-local WORKER_KEPT_MS = 3600000
+local input_weight, output_weight = tonumber(ARGV[7]), tonumber(ARGV[8])
+local shares, max_owed = { [2] = tonumber(ARGV[9]), [3] = tonumber(ARGV[10]) }, tonumber(ARGV[11])
+local long_wait, claims_between = tonumber(ARGV[12]), tonumber(ARGV[13])
 
-local cursor = 8
+local cursor = 15
 local function next_argument()
   cursor = cursor + 1
   return ARGV[cursor - 1]
 end
 
--- Numbers older than the stored ones are not taken; the same ones again say that the worker lives. Either way the stored
--- numbers then contain the claims that the report accounts for.
-local function take_report()
-  local worker, epoch, seq, model = next_argument(), next_argument(), next_argument(), next_argument()
-  local block_size, num_blocks, max_num_seqs = next_argument(), next_argument(), next_argument()
-  local free_slots, free_blocks = next_argument(), next_argument()
-  local num_accounted = tonumber(next_argument())
-  local stored_epoch, stored_seq = unpack(call('HMGET', worker_key(worker), 'epoch', 'seq'))
-  local order = stored_epoch and compare(epoch, stored_epoch) or 1
-  if order == 0 then order = compare(seq, stored_seq) end
-  if order >= 0 then
-    call('HSET', worker_key(worker), 'epoch', epoch, 'seq', seq, 'model', model, 'block_size', block_size,
-      'num_blocks', num_blocks, 'max_num_seqs', max_num_seqs, 'free_slots', free_slots, 'free_blocks', free_blocks,
-      'reported_at', int(NOW))
-    call('PEXPIRE', worker_key(worker), WORKER_KEPT_MS)
-    call('SADD', serving_key(model), worker)
-    call('PEXPIRE', serving_key(model), WORKER_KEPT_MS)
-  end
-  for _ = 1, num_accounted do
-    local id, attempt = next_argument(), next_argument()
-    local claim = call('HGET', claims_key(worker), id)
-    if claim and string.match(claim, '^(%d+:%d+):') == epoch .. ':' .. attempt then drop_claim(id, worker) end
-  end
+local claims, living = {}, {}
+
+local function owner_lives(owner)
+  if living[owner] == nil then living[owner] = is_alive(owner) or false end
+  return living[owner]
 end
 
--- The worker's reported numbers less the claims of its present epoch not yet contained in them; nil if it is silent.
-local function read_credit(worker, model)
-  local epoch, its_model, block_size, num_blocks, max_num_seqs, slots, blocks, reported_at = unpack(call('HMGET',
-    worker_key(worker), 'epoch', 'model', 'block_size', 'num_blocks', 'max_num_seqs', 'free_slots', 'free_blocks',
-    'reported_at'))
-  if its_model ~= model then
-    call('SREM', serving_key(model), worker)
-    return nil
+-- What a model's bands have been served. `owed`: thousandths of weighted tokens that a band lacks of its least share.
+local function read_service(model, credits)
+  local fields = call('HMGET', service_key(model), 'since_longest', 'virtual:1', 'running:1', 'all:1', 'own:1',
+    'virtual:2', 'running:2', 'all:2', 'own:2', 'virtual:3', 'running:3', 'all:3', 'own:3')
+  local function field(n) return tonumber(fields[n] or '0') end
+  local slots = 0
+  for _, credit in ipairs(credits) do slots = slots + credit.max_num_seqs end
+  local service = { since_longest = field(1), bands = {} }
+  for b = FIRST_BAND, LAST_BAND do
+    local share, at = shares[b] or 0, 4 * b - 2
+    local band = { virtual = field(at), running = field(at + 1), share = share, is_waiting = has_waiting(b, model) }
+    band.owed = math.max(math.min(field(at + 2) * share - field(at + 3), max_owed * 1000), -max_owed * 1000)
+    if not band.is_waiting then band.owed = math.min(band.owed, 0) end
+    band.max_running = math.max(math.floor(share * slots / 1000), 1)
+    service.bands[b] = band
   end
-  if NOW - tonumber(reported_at) > report_ttl then return nil end
-  local credit = {
-    id = worker, epoch = epoch, block_size = tonumber(block_size), num_blocks = tonumber(num_blocks),
-    max_num_seqs = math.max(tonumber(max_num_seqs), 1), slots = tonumber(slots), blocks = tonumber(blocks),
-    is_reserved = false,
-  }
-  for _, claim in ipairs(call('HVALS', claims_key(worker))) do
-    local its_epoch, its_blocks = string.match(claim, '^(%d+):%d+:(%d+)$')
-    if its_epoch == epoch then
-      credit.slots = credit.slots - 1
-      credit.blocks = credit.blocks - tonumber(its_blocks)
+  return service
+end
+
+local function write_service(model, service)
+  local fields = { 'since_longest', int(service.since_longest) }
+  for b, band in ipairs(service.bands) do
+    for name, value in pairs({ virtual = band.virtual, running = band.running, all = 0, own = 0 - band.owed }) do
+      fields[#fields + 1] = name .. ':' .. b
+      fields[#fields + 1] = int(value)
     end
   end
-  return credit
+  call('HSET', service_key(model), unpack(fields))
+  call('PEXPIRE', service_key(model), KEPT_MS)
 end
 
-local function read_credits(model)
-  local credits = {}
-  local workers = call('SMEMBERS', serving_key(model))
-  table.sort(workers)
-  for _, worker in ipairs(workers) do
-    local credit = read_credit(worker, model)
-    if credit then credits[#credits + 1] = credit end
+-- Calls `visit` with each band that waits behind a waiting higher one, or would if it had something waiting.
+local function each_contended(service, visit)
+  local is_contended = false
+  for b, band in ipairs(service.bands) do
+    if is_contended then visit(b, band) end
+    is_contended = is_contended or band.is_waiting
   end
-  return credits
 end
 
-local function has_credit(credits)
-  for _, credit in ipairs(credits) do
-    if credit.slots > 0 and credit.blocks > 0 and not credit.is_reserved then return true end
-  end
-  return false
+-- The claim's input counts for the flow and for the shares of bands, once in the life of a request.
+local function charge(request, service)
+  local band, tokens = request.band, input_weight * request.input_tokens
+  local amount = counted(band, request.model, request.tenant, tokens)
+  add_to_counter(band, request.model, request.tenant, amount)
+  call('HSET', request_key(request.id), 'charged', int(amount), 'charged_tokens', int(tokens))
+  each_contended(service, function(b, its)
+    if its.is_waiting then its.owed = its.owed + tokens * its.share end
+    if b == band then its.owed = its.owed - tokens * 1000 end
+  end)
 end
 
-local function blocks_for(tokens, credit)
-  return math.ceil(tokens / credit.block_size)
-end
-
--- The least loaded worker that can hold so many tokens: most free slots by share, then most free blocks, then first by id.
-local function choose(credits, tokens)
-  local best
-  for _, credit in ipairs(credits) do
-    if not credit.is_reserved and credit.slots > 0 and blocks_for(tokens, credit) <= credit.blocks then
-      local share = best and credit.slots * best.max_num_seqs - best.slots * credit.max_num_seqs
-      if not best or share > 0 or (share == 0 and credit.blocks > best.blocks) then best = credit end
-    end
-  end
-  return best
-end
-
--- Keeps the worker nearest to holding so many tokens free of later work. One that can never hold them is no use.
-local function reserve(credits, tokens)
-  local best
-  for _, credit in ipairs(credits) do
-    if not credit.is_reserved and blocks_for(tokens, credit) <= credit.num_blocks then
-      if not best or credit.blocks > best.blocks then best = credit end
-    end
-  end
-  if best then best.is_reserved = true end
-end
-
-local claims = {}
-
-local function claim(id, band, model, owner, attempt, tokens, credit)
-  local blocks = blocks_for(tokens, credit)
+local function claim(request, credit, service)
+  local id, attempt, blocks = request.id, int(request.attempt + 1), blocks_for(request.tokens, credit)
   credit.slots = credit.slots - 1
   credit.blocks = credit.blocks - blocks
-  unlist(id, band, model)
+  unlist(id, request.band, request.model, request.tenant)
+  if request.charged == 0 then charge(request, service) end
+  local band = service.bands[request.band]
+  band.running = band.running + 1
+  band.is_waiting = has_waiting(request.band, request.model)
   call('HSET', request_key(id), 'worker', credit.id, 'epoch', credit.epoch, 'attempt', attempt, 'overtaken', '0')
   call('HSET', claims_key(credit.id), id, credit.epoch .. ':' .. attempt .. ':' .. int(blocks))
   call('ZADD', LEASES, int(NOW + lease), id)
-  if owner ~= caller then
-    send(owner, 'kind', 'claim', 'request_id', id, 'worker', credit.id, 'epoch', credit.epoch, 'attempt', attempt)
+  if request.owner ~= caller then
+    send(request.owner, 'kind', 'claim', 'request_id', id, 'worker', credit.id, 'epoch', credit.epoch, 'attempt', attempt)
   end
-  claims[#claims + 1] = { id, owner, credit.id, credit.epoch, attempt }
+  claims[#claims + 1] = { id, request.owner, credit.id, credit.epoch, attempt }
 end
 
 -- One more claim went past all of these; the one whose patience ends now gets a worker kept free.
@@ -134,53 +104,127 @@ local function count_overtaking(passed, credits)
   end
 end
 
-local function fits_somewhere(credits, tokens)
-  for _, credit in ipairs(credits) do
-    if blocks_for(tokens, credit) <= credit.num_blocks then return true end
+-- The first request of a flow that has not been passed.
+local function next_of_flow(walk, band, tenant)
+  local line = line_key(band, tenant, walk.model)
+  local offset = walk.offsets[line] or 0
+  local id = call('ZRANGE', line, offset, offset)[1]
+  while id and walk.is_passed[id] do
+    offset = offset + 1
+    id = call('ZRANGE', line, offset, offset)[1]
   end
-  return false
+  walk.offsets[line] = offset
+  return id
 end
 
--- Looks at one waiting request: claims it, or notes it among those passed. Returns false if it stays where it is.
-local function consider(id, band, model, credits, passed)
-  local owner, tokens_text, attempt, overtaken =
-    unpack(call('HMGET', request_key(id), 'owner', 'tokens_needed', 'attempt', 'overtaken'))
-  if not is_alive(owner) then
-    remove_request(id)
-    return true
+-- The next request of a band: of the flow with the least counter. Returns its id and that counter.
+local function next_of_band(walk, band)
+  local rank = 0
+  while true do
+    local tenant, counter = unpack(call('ZRANGE', flows_key(band, walk.model), rank, rank, 'WITHSCORES'))
+    if not tenant then return nil end
+    local id = next_of_flow(walk, band, tenant)
+    if id then return id, tonumber(counter) end
+    rank = rank + 1
   end
-  local tokens = tonumber(tokens_text)
-  local credit = choose(credits, tokens)
+end
+
+-- The request that has waited longest, if that is long.
+local function longest_waiting(walk)
+  local longest, its_band, its_turn
+  for b = FIRST_BAND, LAST_BAND do
+    local id, turn = unpack(call('ZRANGE', waiting_key(b, walk.model), 0, 0, 'WITHSCORES'))
+    if id and (not longest or tonumber(turn) < its_turn) then longest, its_band, its_turn = id, b, tonumber(turn) end
+  end
+  local is_due = longest and not walk.is_passed[longest]
+    and NOW - tonumber(call('HGET', request_key(longest), 'waiting_since')) >= long_wait
+  if is_due then return longest, its_band end
+  walk.knows_no_long_wait = true
+end
+
+local function read_request(id, band, model)
+  local owner, tenant, input_tokens, tokens, attempt, overtaken, charged = unpack(call('HMGET', request_key(id),
+    'owner', 'tenant', 'input_tokens', 'tokens_needed', 'attempt', 'overtaken', 'charged'))
+  return { id = id, band = band, model = model, owner = owner, tenant = tenant, input_tokens = tonumber(input_tokens),
+    tokens = tonumber(tokens), attempt = tonumber(attempt), overtaken = tonumber(overtaken), charged = tonumber(charged) }
+end
+
+-- What the next request of a band will use, in weighted tokens, as far as is known.
+local function expected_tokens(request)
+  return input_weight * request.input_tokens + output_weight * math.max(request.tokens - request.input_tokens, 0)
+end
+
+-- The next request of a lower band that lacks of its share at least what the request will use.
+local function pick_owed(walk, service)
+  local picked, its_counter
+  each_contended(service, function(b, band)
+    if picked or not band.is_waiting or band.owed <= 0 or band.running >= band.max_running then return end
+    local id, counter = next_of_band(walk, b)
+    local request = id and read_request(id, b, walk.model)
+    if request and band.owed >= math.min(expected_tokens(request), max_owed) * 1000 then
+      picked, its_counter = request, counter
+    end
+  end)
+  return picked, its_counter
+end
+
+-- The policy: now and then the longest wait, else a lower band that lacks of its share, else the highest band.
+-- Returns a request and the counter by which it was chosen, nil if it was chosen by its wait.
+local function pick(walk, service)
+  if service.since_longest >= claims_between and not walk.knows_no_long_wait then
+    local id, band = longest_waiting(walk)
+    if id then return read_request(id, band, walk.model) end
+  end
+  local request, counter = pick_owed(walk, service)
+  if request then return request, counter end
+  for b, band in ipairs(service.bands) do
+    local id
+    if band.is_waiting then id, counter = next_of_band(walk, b) end
+    if id then return read_request(id, b, walk.model), counter end
+  end
+end
+
+-- Claims a request, or notes that it was passed.
+local function consider(request, counter, walk, credits, service)
+  local band = service.bands[request.band]
+  if not owner_lives(request.owner) then
+    remove_request(request.id)
+    band.is_waiting = has_waiting(request.band, request.model)
+    return
+  end
+  local credit = choose(credits, request.tokens)
   if credit then
-    claim(id, band, model, owner, int(tonumber(attempt) + 1), tokens, credit)
-    count_overtaking(passed, credits)
-    return true
+    if counter then band.virtual = math.max(band.virtual, counter) end
+    service.since_longest = counter and service.since_longest + 1 or 0
+    claim(request, credit, service)
+    count_overtaking(walk.passed, credits)
+    walk.num_claims = walk.num_claims + 1
+    return
   end
-  if fits_somewhere(credits, tokens) then
-    local head = { id = id, tokens = tokens, overtaken = tonumber(overtaken), is_changed = false }
-    if head.overtaken >= max_overtakes then reserve(credits, tokens) end
-    passed[#passed + 1] = head
+  walk.is_passed[request.id] = true
+  if fits_somewhere(credits, request.tokens) then
+    if request.overtaken >= max_overtakes then reserve(credits, request.tokens) end
+    walk.passed[#walk.passed + 1] = request
   end
-  return false
 end
 
 local function dispatch_model(model)
-  local credits = read_credits(model)
-  local passed = {}
-  for band = FIRST_BAND, LAST_BAND do
-    local offset = 0
-    while has_credit(credits) and #passed < max_passed do
-      local id = call('ZRANGE', waiting_key(band, model), offset, offset)[1]
-      if not id then break end
-      if not consider(id, band, model, credits, passed) then offset = offset + 1 end
-    end
+  local credits = read_credits(model, report_ttl)
+  if not has_credit(credits) then return end
+  local service = read_service(model, credits)
+  local walk = { model = model, passed = {}, is_passed = {}, offsets = {}, num_claims = 0 }
+  while has_credit(credits) and #walk.passed < max_passed do
+    local request, counter = pick(walk, service)
+    if not request then break end
+    consider(request, counter, walk, credits, service)
   end
-  for _, head in ipairs(passed) do
+  for _, head in ipairs(walk.passed) do
     if head.is_changed then call('HSET', request_key(head.id), 'overtaken', int(head.overtaken)) end
   end
+  if walk.num_claims > 0 then write_service(model, service) end
 end
 
-for _ = 1, tonumber(ARGV[7]) do take_report() end
+for _ = 1, tonumber(ARGV[14]) do take_report(next_argument) end
 local models = call('SMEMBERS', MODELS)
 table.sort(models)
 for _, model in ipairs(models) do dispatch_model(model) end

@@ -1,22 +1,27 @@
--- Adds a request at the end of its band.
--- ARGV: 2 request id, 3 owner, 4 model, 5 band, 6 input tokens, 7 tokens needed, 8 max length of the band,
---       9 microseconds that the owner is taken to live if it has no heartbeat yet
--- Returns its arrival number; -1 if the id is live already; -2 if the band is full. A refusal writes nothing.
-local id, owner, model, band = ARGV[2], ARGV[3], ARGV[4], ARGV[5]
-local max_length, owner_ttl = tonumber(ARGV[8]), tonumber(ARGV[9])
+-- Adds a request at the end of the fresh work of its flow.
+-- ARGV: 2 request id, 3 owner, 4 model, 5 band, 6 tenant, 7 weight of the tenant, 8 input tokens, 9 tokens needed,
+--       10 max length of the band, 11 max waiting requests of the tenant, 12 microseconds that the owner is taken to live if
+--       it has no heartbeat yet
+-- Returns its arrival number; -1 if the id is live already; -2 if the band is full, -3 if the tenant's part of the queue is.
+-- A refusal writes nothing.
+local id, owner, model, band, tenant = ARGV[2], ARGV[3], ARGV[4], ARGV[5], ARGV[6]
+local max_length, max_of_tenant, owner_ttl = tonumber(ARGV[10]), tonumber(ARGV[11]), tonumber(ARGV[12])
 
 if call('EXISTS', request_key(id)) == 1 then return -1 end
-local length = 0
+local length, of_tenant = 0, 0
 for _, listed in ipairs(call('SMEMBERS', MODELS)) do
   length = length + call('ZCARD', waiting_key(band, listed))
+  for b = FIRST_BAND, LAST_BAND do of_tenant = of_tenant + call('ZCARD', line_key(b, tenant, listed)) end
 end
 if length >= max_length then return -2 end
+if of_tenant >= max_of_tenant then return -3 end
 
 local arrival = call('INCR', SEQUENCE)
 if not is_alive(owner) then call('ZADD', GATEWAYS, int(NOW + owner_ttl), owner) end
 call('SADD', owned_key(owner), id)
-call('HSET', request_key(id), 'owner', owner, 'model', model, 'band', band, 'input_tokens', ARGV[6],
-  'tokens_needed', ARGV[7], 'arrival', int(arrival), 'resumed', '0', 'waiting_since', int(NOW), 'attempt', '0',
-  'worker', '', 'epoch', '', 'overtaken', '0')
-list(id, band, model, arrival, false)
+call('HSET', request_key(id), 'owner', owner, 'model', model, 'band', band, 'tenant', tenant, 'input_tokens', ARGV[8],
+  'tokens_needed', ARGV[9], 'arrival', int(arrival), 'rank', '0', 'turn', int(arrival), 'waiting_since', int(NOW),
+  'attempt', '0', 'worker', '', 'epoch', '', 'overtaken', '0', 'charged', '0', 'charged_tokens', '0')
+call('HSET', flow_key(band, tenant, model), 'weight', ARGV[7])
+list(id, band, model, tenant, arrival, '0', int(arrival), true)
 return arrival

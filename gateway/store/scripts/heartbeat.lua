@@ -19,7 +19,7 @@ for _, gateway in ipairs(call('ZRANGEBYSCORE', GATEWAYS, '-inf', int(NOW), 'LIMI
   reap_gateway(gateway)
 end
 for _, id in ipairs(call('ZRANGEBYSCORE', LEASES, '-inf', int(NOW), 'LIMIT', 0, MAX_LEASES)) do
-  undo_claim(id, false)
+  undo_claim(id, 'same')
 end
 for _, worker in ipairs(call('ZRANGEBYSCORE', ANNOUNCED, '-inf', int(NOW))) do
   call('ZREM', ANNOUNCED, worker)

@@ -1,9 +1,9 @@
 -- Undoes a claim: the request waits again.
--- ARGV: 2 request id, 3 owner, 4 attempt, 5 "first" or "same", 6 input tokens
+-- ARGV: 2 request id, 3 owner, 4 attempt, 5 "first", "same" or "last", 6 input tokens
 -- Returns 1; 0, and changes nothing, if that attempt is not the owner's present claim.
 local id = ARGV[2]
 local owner, attempt, worker = unpack(call('HMGET', request_key(id), 'owner', 'attempt', 'worker'))
 if owner ~= ARGV[3] or attempt ~= ARGV[4] or worker == '' then return 0 end
+undo_claim(id, ARGV[5])
 call('HSET', request_key(id), 'input_tokens', ARGV[6])
-undo_claim(id, ARGV[5] == 'first')
 return 1

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from gateway.queueing.queue import Claim, QueueEntry, WorkerReport
+from common.types import Band
+from gateway.queueing.queue import Claim, Flow, Place, QueueEntry, WorkerReport
+from gateway.store.redis_queue import QueueSettings
+
+COUNTER_UNIT = 100
+RANKS = {Place.FIRST: -1, Place.LAST: 1}
 
 
 @dataclass
@@ -14,14 +20,18 @@ class Request:
 
     entry: QueueEntry
     arrival: int
-    resumed: bool = False
+    turn: int
+    rank: int = 0
     attempt: int = 0
     claim: Claim | None = None
     overtaken: int = 0
+    input_tokens: int = 0
+    charged: int = 0
+    charged_tokens: int = 0
 
     @property
-    def place(self) -> tuple[int, bool, int]:
-        return self.entry.band, not self.resumed, self.arrival
+    def place(self) -> tuple[int, int]:
+        return self.rank, self.arrival
 
 
 @dataclass
@@ -47,19 +57,68 @@ class Worker:
         return self.slots > 0 and self.need(entry) <= self.blocks
 
 
-class QueueModel:
-    """All of the queue's state but its clock: who is dead is told to it."""
+@dataclass
+class Served:
+    """What a band of a model has been served."""
 
-    def __init__(self, *, max_overtakes: int, max_passed: int) -> None:
-        self.max_overtakes, self.max_passed = max_overtakes, max_passed
+    virtual: int = 0
+    running: int = 0
+    owed: int = 0  # thousandths of weighted tokens
+
+
+@dataclass
+class Walk:
+    """One model in one dispatch."""
+
+    model: str
+    fresh: list[Worker]
+    kept: list[Worker] = field(default_factory=list)
+    passed: list[Request] = field(default_factory=list)
+    seen: list[Request] = field(default_factory=list)  # neither claimed nor removed
+    claims: list[Claim] = field(default_factory=list)
+
+    @property
+    def has_credit(self) -> bool:
+        return any(worker.slots > 0 and worker.blocks > 0 for worker in self.fresh if worker not in self.kept)
+
+
+class QueueModel:
+    """All of the queue's state but its clock: who is dead is told to it, and a wait is long at once or never."""
+
+    def __init__(self, settings: QueueSettings) -> None:
+        self.settings = settings
+        self.shares = {Band.NORMAL: settings.normal_share * 1000, Band.LOW: settings.low_share * 1000}
         self.requests: dict[str, Request] = {}
         self.workers: dict[str, Worker] = {}
         self.dead: set[str] = set()
-        self._arrivals = 0
+        self.counters: dict[Flow, int] = {}
+        self.weights: dict[Flow, int] = {}
+        self.served: defaultdict[tuple[str, Band], Served] = defaultdict(Served)
+        self.since_longest: defaultdict[str, int] = defaultdict(int)
+        self.num_out_of_turn = 0
+        self._sequence = 0
 
     def enqueue(self, entry: QueueEntry) -> None:
-        self._arrivals += 1
-        self.requests[entry.request_id] = Request(entry, self._arrivals)
+        flow = entry.flow
+        self.weights[flow] = entry.weight
+        if not self.waiting(flow):
+            others = [self.counters[it.entry.flow] for it in self.band(flow.model, flow.band)]
+            least = min(others) if others else self.served[flow.model, flow.band].virtual
+            self.counters[flow] = max(self.counters.get(flow, 0), least)
+        turn = self._next()
+        self.requests[entry.request_id] = Request(entry, turn, turn, input_tokens=entry.num_input_tokens)
+
+    def _next(self) -> int:
+        self._sequence += 1
+        return self._sequence
+
+    def band(self, model: str, band: Band) -> list[Request]:
+        """The waiting requests of a band."""
+        requests = self.requests.values()
+        return [it for it in requests if it.claim is None and (it.entry.model, it.entry.band) == (model, band)]
+
+    def waiting(self, flow: Flow) -> list[Request]:
+        return [request for request in self.band(flow.model, flow.band) if request.entry.flow == flow]
 
     def remove(self, request_id: str) -> None:
         self.drop_claim(self.requests.pop(request_id))
@@ -68,15 +127,49 @@ class QueueModel:
         if request.claim is not None:
             self.workers[request.claim.worker_id].pending.pop(request.claim.request_id, None)
             request.claim = None
+            self.served[request.entry.model, request.entry.band].running -= 1
 
-    def undo_claim(self, request_id: str, *, resumed: bool) -> None:
+    def undo_claim(self, request_id: str, place: Place, input_tokens: int | None = None) -> None:
         request = self.requests[request_id]
+        flow = request.entry.flow
+        if place is Place.SAME and request.rank == 0:
+            self.counters[flow] -= request.charged
+            self.note_service(flow.model, flow.band, -request.charged_tokens)
+            request.charged = request.charged_tokens = 0
+        elif place is not Place.SAME:
+            request.rank, request.turn = RANKS[place], self._next()
         self.drop_claim(request)
-        request.resumed |= resumed
+        request.input_tokens = input_tokens or request.input_tokens
 
     def reap(self) -> None:
         for request_id in [it for it, request in self.requests.items() if request.entry.owner in self.dead]:
             self.remove(request_id)
+
+    # Service
+
+    def count(self, flow: Flow, tokens: int) -> int:
+        amount = (2 * tokens * COUNTER_UNIT + self.weights[flow]) // (2 * self.weights[flow])
+        self.counters[flow] += amount
+        return amount
+
+    def charge(self, output_tokens: Mapping[Flow, int]) -> None:
+        for flow, num_tokens in output_tokens.items():
+            tokens = num_tokens * self.settings.output_weight
+            if flow in self.counters:
+                self.count(flow, tokens)
+            self.note_service(flow.model, flow.band, tokens)
+
+    def contended(self, model: str) -> Iterator[tuple[Band, bool]]:
+        """Bands below the first that waits, and whether they wait too."""
+        waits = [bool(self.band(model, band)) for band in Band]
+        return ((band, waits[i]) for i, band in enumerate(Band) if any(waits[:i]))
+
+    def note_service(self, model: str, served_band: Band, tokens: int) -> None:
+        for band, waits in self.contended(model):
+            served = self.served[model, band]
+            served.owed += round(tokens * self.shares[band]) * waits - tokens * 1000 * (band is served_band)
+
+    # Dispatch
 
     def take(self, report: WorkerReport) -> None:
         known = self.workers.get(report.worker_id)
@@ -98,31 +191,80 @@ class QueueModel:
 
     def _dispatch_model(self, model: str) -> list[Claim]:
         workers = [worker for _, worker in sorted(self.workers.items()) if worker.newest.limits.model == model]
-        fresh = [worker for worker in workers if not worker.is_forgotten]
-        line = [request for request in self.requests.values() if request.entry.model == model and request.claim is None]
-        kept: list[Worker] = []
-        passed: list[Request] = []
-        claims: list[Claim] = []
-        for request in sorted(line, key=lambda it: it.place):
-            if len(passed) >= self.max_passed:
-                break
-            if not any(worker.slots > 0 and worker.blocks > 0 for worker in fresh if worker not in kept):
+        walk = Walk(model, [worker for worker in workers if not worker.is_forgotten])
+        before = {band: self.served[model, band].owed for band in Band}
+        if walk.has_credit:
+            self._settle_shares(model)
+        while walk.has_credit and len(walk.passed) < self.settings.max_passed:
+            request, by_wait = self._pick(walk)
+            if request is None:
                 break
             if request.entry.owner in self.dead:
                 self.remove(request.entry.request_id)
-                continue
-            able = [worker for worker in fresh if worker not in kept and worker.can_hold(request.entry)]
-            if able:
-                claims.append(self._claim(request, max(able, key=_least_loaded_first)))
-                for head in passed:
-                    head.overtaken += 1
-                    if head.overtaken == self.max_overtakes:
-                        self._keep_free(head, fresh, kept)
-            elif any(worker.need(request.entry) <= worker.newest.limits.num_blocks for worker in fresh):
-                if request.overtaken >= self.max_overtakes:
-                    self._keep_free(request, fresh, kept)
-                passed.append(request)
-        return claims
+            else:
+                self._consider(request, by_wait, walk)
+        if not walk.claims:
+            for band in Band:
+                self.served[model, band].owed = before[band]
+        return walk.claims
+
+    def _settle_shares(self, model: str) -> None:
+        most = self.settings.max_owed_tokens * 1000
+        for band in Band:
+            served = self.served[model, band]
+            served.owed = max(min(served.owed, most if self.band(model, band) else 0), -most)
+
+    def _next_of_band(self, walk: Walk, band: Band) -> Request | None:
+        line = [request for request in self.band(walk.model, band) if request not in walk.seen]
+        return min(line, key=lambda it: (self.counters[it.entry.flow], it.entry.tenant, it.place), default=None)
+
+    def _pick(self, walk: Walk) -> tuple[Request | None, bool]:
+        if self.since_longest[walk.model] >= self.settings.claims_per_long_wait - 1 and self.settings.long_wait_s == 0:
+            waiting = [request for band in Band for request in self.band(walk.model, band)]
+            longest = min(waiting, key=lambda it: it.turn, default=None)
+            if longest is not None and longest not in walk.seen:
+                return longest, True
+        num_slots = sum(worker.newest.limits.max_num_seqs for worker in walk.fresh)
+        for band, waits in self.contended(walk.model):
+            served, request = self.served[walk.model, band], self._next_of_band(walk, band)
+            max_running = max(int(self.shares[band] * num_slots / 1000), 1)
+            if waits and request is not None and served.running < max_running:
+                output_tokens = max(request.entry.num_tokens_needed - request.input_tokens, 0)
+                tokens = request.input_tokens * self.settings.input_weight + output_tokens * self.settings.output_weight
+                if served.owed > 0 and served.owed >= min(tokens, self.settings.max_owed_tokens) * 1000:
+                    self.num_out_of_turn += 1
+                    return request, False
+        candidates = (self._next_of_band(walk, band) for band in Band)
+        return next((request for request in candidates if request is not None), None), False
+
+    def _consider(self, request: Request, by_wait: bool, walk: Walk) -> None:
+        able = [worker for worker in walk.fresh if worker not in walk.kept and worker.can_hold(request.entry)]
+        if able:
+            self._note_choice(request, by_wait)
+            walk.claims.append(self._claim(request, max(able, key=_least_loaded_first)))
+            for head in walk.passed:
+                head.overtaken += 1
+                if head.overtaken == self.settings.max_overtakes:
+                    self._keep_free(head, walk)
+            return
+        walk.seen.append(request)
+        if any(worker.need(request.entry) <= worker.newest.limits.num_blocks for worker in walk.fresh):
+            if request.overtaken >= self.settings.max_overtakes:
+                self._keep_free(request, walk)
+            walk.passed.append(request)
+
+    def _note_choice(self, request: Request, by_wait: bool) -> None:
+        flow = request.entry.flow
+        if by_wait:
+            self.since_longest[flow.model] = 0
+        else:
+            self.since_longest[flow.model] += 1
+            served = self.served[flow.model, flow.band]
+            served.virtual = max(served.virtual, self.counters[flow])
+        if request.charged == 0:
+            request.charged_tokens = request.input_tokens * self.settings.input_weight
+            request.charged = self.count(flow, request.charged_tokens)
+            self.note_service(flow.model, flow.band, request.charged_tokens)
 
     def _claim(self, request: Request, worker: Worker) -> Claim:
         entry = request.entry
@@ -131,12 +273,13 @@ class QueueModel:
         report = worker.newest
         request.claim = Claim(entry.request_id, entry.owner, report.worker_id, report.epoch, request.attempt)
         worker.pending[entry.request_id] = request.claim, worker.need(entry)
+        self.served[entry.model, entry.band].running += 1
         return request.claim
 
-    def _keep_free(self, head: Request, fresh: Sequence[Worker], kept: list[Worker]) -> None:
-        able = [it for it in fresh if it not in kept and it.need(head.entry) <= it.newest.limits.num_blocks]
+    def _keep_free(self, head: Request, walk: Walk) -> None:
+        able = [it for it in walk.fresh if it not in walk.kept and it.need(head.entry) <= it.newest.limits.num_blocks]
         if able:
-            kept.append(max(able, key=lambda worker: worker.blocks))
+            walk.kept.append(max(able, key=lambda worker: worker.blocks))
 
 
 def _least_loaded_first(worker: Worker) -> tuple[float, int]:
