@@ -156,7 +156,11 @@ class Dispatcher:
             # Its finish did not reach the store, or was overtaken by the claim.
             self._background.spawn(self._finish_unknown(claim.request_id), "finish_unknown")
             return
-        if live.lifecycle.is_ended or (live.claim is not None and live.claim.attempt >= claim.attempt):
+        if (
+            live.lifecycle.is_ended
+            or live.is_generated
+            or (live.claim is not None and live.claim.attempt >= claim.attempt)
+        ):
             return
         self._metrics.claims.inc()
         self.stop_work(live)  # of an attempt that the queue has given up; usually there is none

@@ -53,6 +53,7 @@ class LiveRequest:
         self.num_losses = 0
         self.num_refusals = 0  # in a row, by workers without room
         self.is_unknown_to_queue = False
+        self.is_generated = False  # a worker has said its last word, which the client may not have read yet
         self.is_reserved = False
         self.is_enqueued = False
         self.admission: asyncio.Task[None] | None = None
@@ -145,6 +146,7 @@ class LiveRequest:
         """Hands tokens to the client's stream; the worker is done with it if a reason is given."""
         if reason is not None:
             self.claim = None
+            self.is_generated = True
         if token_ids or reason is not None:
             self.mailbox.put_tokens(token_ids, logprobs, reason)
 

@@ -108,6 +108,16 @@ async def test_tokens_reach_the_stream_only_from_the_current_attempt(bench: Benc
     assert bench.session.aborted == []  # the worker is done with it
 
 
+async def test_what_is_generated_is_not_generated_again_for_a_slow_reader(bench: Bench) -> None:
+    live = bench.enqueued()
+    await bench.claim(live)
+    bench.dispatcher.on_tokens("w1", tokens(1, 65, reason=FinishReason.STOP))
+    await bench.claim(live, attempt=2)  # e.g. the claim's lease ended before the finish came to the store
+    bench.dispatcher.on_end("w1", 1, WorkerState.LOST)
+    assert len(bench.session.submitted) == 1
+    assert (await live.mailbox.take(0)).token_ids == [65]
+
+
 @pytest.mark.parametrize("state", [WorkerState.LOST, WorkerState.CLOSED])
 async def test_requests_of_a_worker_that_ended_resume_first_with_their_tokens(bench: Bench, state: WorkerState) -> None:
     live = bench.enqueued()
