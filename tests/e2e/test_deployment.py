@@ -119,18 +119,17 @@ async def test_greedy_tokens_over_the_wire_equal_those_in_process(two_by_two: De
 
 
 def generate_in_process() -> tuple[list[Prompt], dict[str, list[int]]]:
-    """Greedy output of the same model by an engine in this process, one request at a time."""
+    """Greedy output of the same model by an engine in this process, all requests in one batch."""
     settings = WorkerSettings(model=str(ensure_default_model()), dtype="float32", kv_cache_mib=256, threads=1)
     engine, description = load_engine(settings)
     prompts = real_prompts(Tokenizer.from_buffer(description.tokenizer_json))
     engine.open_session(1)
-    wanted: dict[str, list[int]] = {}
     for prompt in prompts:
-        tokens = wanted[prompt.name] = []
         sampling = SamplingParams(seed=0, max_tokens=prompt.num_output, temperature=0, ignore_eos=True)
         engine.submit(1, prompt.name, 1, prompt.token_ids, sampling)
-        while engine.num_requests:
-            for news in engine.step().sessions.values():
-                for output in news.outputs:
-                    tokens.extend(output.token_ids)
+    wanted: dict[str, list[int]] = {prompt.name: [] for prompt in prompts}
+    while engine.num_requests:
+        for news in engine.step().sessions.values():
+            for output in news.outputs:
+                wanted[output.request_id].extend(output.token_ids)
     return prompts, wanted
