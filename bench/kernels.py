@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import time
 from collections.abc import Callable, Iterable, Sequence
 
@@ -192,11 +193,11 @@ def time_steps(runner: ModelRunner, seconds: float) -> None:
             runner.execute(Batch((BatchRow(request, 95),)))
             request.num_computed = 95
         batch = Batch(tuple(BatchRow(request, 1) for request in requests))
-        elapsed = best(lambda batch=batch: runner.execute(batch), seconds)
+        elapsed = best(functools.partial(runner.execute, batch), seconds)
         print(f"decode     {count:5d} rows {elapsed * 1e3:9.2f} ms  {count / elapsed:6.0f} tokens/s")
     for length in (256, 1024):
         batch = Batch((BatchRow(make_request(0, length, range(length // BLOCK_SIZE)), length),))
-        elapsed = best(lambda batch=batch: runner.execute(batch), seconds)
+        elapsed = best(functools.partial(runner.execute, batch), seconds)
         print(f"prefill    {length:5d} rows {elapsed * 1e3:9.2f} ms  {length / elapsed:6.0f} tokens/s")
 
 

@@ -10,7 +10,7 @@ from worker.kernels.cpu.layout import HEAD_NUM_RECORDS, HEAD_RECORDS, KERNEL, RE
 from worker.kernels.cpu.simd import kernel, load_i64
 from worker.kernels.cpu.team import atomic_add, atomic_load, atomic_store, await_change, wake
 
-_HEAD, _THREADS, _STOP = team.HEAD, team.THREADS, team.STOP
+_HEAD, _THREADS, _STOP, _IDLE = team.HEAD, team.THREADS, team.STOP, team.IDLE
 _LAUNCHES, _ARRIVED, _MEETINGS, _SLEEPERS = team.LAUNCHES, team.ARRIVED, team.MEETINGS, team.SLEEPERS
 
 
@@ -44,9 +44,10 @@ def enter(tag: Any, state: int, thread: int) -> None:
     while True:
         if thread == 0:
             atomic_store(atomic_load(state + _LAUNCHES) + 1, state + _LAUNCHES)
-            wake(state + _LAUNCHES)
+            if atomic_load(state + _IDLE) > 0:
+                wake(state + _LAUNCHES)
         else:
-            await_change(state + _LAUNCHES, launches, state + _STOP + 8)
+            await_change(state + _LAUNCHES, launches, state + _IDLE)
             launches = atomic_load(state + _LAUNCHES)
         if load_i64(state + _STOP) != 0:
             return

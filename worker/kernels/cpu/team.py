@@ -34,8 +34,9 @@ LAUNCHES = 64  # 32 bits, counts program runs
 ARRIVED = 128  # 32 bits, threads at the barrier
 MEETINGS = 192  # 32 bits, counts barriers passed
 SLEEPERS = 256  # 32 bits, threads asleep at the barrier
-STOP = 320
-_BYTES = 384
+STOP = 320  # 64 bits, not 0 once the helpers must end
+IDLE = 384  # 32 bits, helpers asleep between runs
+_BYTES = 448
 
 
 def _has_futex() -> bool:
