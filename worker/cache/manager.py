@@ -39,15 +39,26 @@ class CacheManager:
         """Whether the KV of so many tokens fits into the pool when nobody else is there."""
         return num_tokens <= self.max_tokens
 
-    def admit(self, request: Request, *, headroom: int = 0) -> bool:
+    def num_needed(self, request: Request, num_tokens: int) -> int:
+        """Free blocks that an admission which covers so many tokens would take. Changes nothing but the keys."""
+        shared = sum(block.ref_count > 0 for block in self._find_prefix(request))
+        return self.blocks_for(num_tokens) - shared
+
+    def num_freed(self, request: Request) -> int:
+        """Blocks that come free if this request gives back what it holds."""
+        blocks = self.pool.blocks
+        return sum(blocks[block_id].ref_count == 1 for block_id in request.block_ids)
+
+    def admit(self, request: Request, *, num_tokens: int | None = None, headroom: int = 0) -> bool:
         """Gives a request without blocks all blocks for its known tokens, if `headroom` blocks stay free after that.
 
-        Leading full blocks that are cached are shared and count as computed; at least one token is left to compute.
-        Returns whether it did; if not, nothing has changed.
+        `num_tokens`, if given, covers more: tokens that it will generate. Leading full blocks that are cached are
+        shared and count as computed; at least one token is left to compute. Returns whether it did; if not, nothing
+        has changed.
         """
         assert not request.block_ids
         hits = self._find_prefix(request)
-        num_new = self.blocks_for(request.num_tokens) - len(hits)
+        num_new = self.blocks_for(max(request.num_tokens, num_tokens or 0)) - len(hits)
         num_revived = sum(block.ref_count == 0 for block in hits)  # they leave the free list as well
         if num_new + num_revived + headroom > self.pool.num_free:
             return False
@@ -57,6 +68,7 @@ class CacheManager:
         request.block_ids = [block.block_id for block in (*hits, *taken)]
         request.num_computed = len(hits) * self.block_size
         request.num_published = len(hits)
+        request.num_shared_blocks = len(hits) - num_revived
         return True
 
     def grow(self, request: Request) -> bool:
@@ -82,6 +94,7 @@ class CacheManager:
         request.block_ids = []
         request.num_computed = 0
         request.num_published = 0
+        request.num_shared_blocks = 0
 
     def check_integrity(self, requests: Iterable[Request]) -> None:
         """Audits the pool against the tables of all requests. Raises IntegrityError with what is wrong."""

@@ -54,6 +54,12 @@ class StepStats:
     num_hit_tokens: int  # found in the prefix cache by requests admitted in this step
     num_preemptions: int
     num_recomputed_tokens: int  # to be computed again by requests readmitted in this step
+    num_yielded: int  # of the preemptions, those that made way for a newcomer
+    num_overtakes: int  # admissions before an earlier request that waits for memory
+    num_decodes: int  # requests that decoded one token, without the long ones
+    num_long_decodes: int  # requests of level 3 that decoded one token
+    first_chunk_waits_s: tuple[float, ...]  # of every request that had its first chunk: from arrival to this step
+    thrash_ratio: float  # of the recently computed tokens, those computed before and lost to a preemption
     running: int
     waiting: int
     empty_blocks: int

@@ -48,7 +48,8 @@ class EngineLoop:
 
     @property
     def age_s(self) -> float:
-        """Seconds since a step last ended or the loop was idle: 0 while idle, grows while a step hangs."""
+        """Seconds since a step last computed something or the loop was idle: 0 while idle, grows while a step hangs
+        or steps compute nothing although requests wait."""
         last_progress = self._last_progress
         return 0.0 if last_progress is None else max(0.0, self._clock.monotonic() - last_progress)
 
@@ -102,6 +103,7 @@ class EngineLoop:
             output_token_ids=output_token_ids,
             band=band,
             cache_salt=cache_salt,
+            arrived_s=self._clock.monotonic(),
         )
         self._send(partial(self._submit, submit, session_id, request_id, attempt))
 
@@ -132,9 +134,12 @@ class EngineLoop:
     def _obey_commands(self) -> bool:
         """Waits for commands if there is no work, obeys them, and returns whether to go on."""
         with self._condition:
-            while not (self._stopping or self._commands or self._engine.has_work):
-                self._last_progress = None
-                self._condition.wait()
+            while not (self._stopping or self._commands):
+                if not self._engine.has_work:
+                    self._last_progress = None
+                    self._condition.wait()
+                elif not self._pause():
+                    break
             commands, self._commands = self._commands, []
             stopping = self._stopping
         if self._last_progress is None:
@@ -143,10 +148,20 @@ class EngineLoop:
             command()
         return not stopping
 
+    def _pause(self) -> bool:
+        """Sleeps while requests only gather, or until a command comes; returns whether it did."""
+        pause_s = self._engine.pause_s
+        if pause_s <= 0:
+            return False
+        self._condition.wait(pause_s)
+        return True
+
     def _step(self) -> None:
         started = self._clock.monotonic()
         output = self._engine.step()
-        ended = self._last_progress = self._clock.monotonic()
+        ended = self._clock.monotonic()
+        if output.stats.num_rows or not self._engine.num_requests:
+            self._last_progress = ended
         self._call(self._on_output, output, ended - started)
 
     def _submit(self, submit: Callable[[], None], session_id: int, request_id: str, attempt: int) -> None:

@@ -54,10 +54,9 @@ class Outbox:
         self._accounted[session_id].append(ClaimRef(request_id, attempt))
         self.has_news = True
 
-    def collect(self, scheduler: Scheduler, *, draining: bool) -> dict[int, SessionOutput]:
+    def collect(self, scheduler: Scheduler, free_slots: int) -> dict[int, SessionOutput]:
         """All news since the last call, with the usage for every session that has not seen these numbers."""
         counts = scheduler.manager.counts
-        free_slots = 0 if draining else scheduler.num_open_slots
         running, waiting = len(scheduler.running), len(scheduler.waiting)
         numbers = (counts.empty, counts.cached, counts.referenced, counts.swapping, running, waiting, free_slots)
         if numbers != self._numbers:

@@ -1,15 +1,42 @@
-"""Who gives its blocks back when there are none left?"""
+"""Who gives back what it holds, when blocks or slots are short?"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
+from worker.engine.levels import Level, Levels, num_decode_steps
 from worker.engine.request import Request
 
 
-def choose_victim(running: Sequence[Request]) -> Request:
-    """The latest arrival of the lowest band, which may be the very request that asks.
+def choose_victim(running: Sequence[Request], needy: Request, levels: Levels, step: int) -> Request:
+    """Who goes when a decode finds no block; it may be the very request that asks.
 
-    The earliest arrival of the highest band is never chosen while another runs, so somebody always gets done.
+    The lowest band goes first. Within it, long requests yield to others, the longest-running first; else, and among
+    long ones, the latest arrival goes. Who has just been resumed is spared if its band has another one; who was
+    preempted as often as allowed is spared if anybody else is there. If that is nobody, the latest arrival of the
+    lowest band goes: the earliest of the highest stays, so somebody always gets done.
     """
-    return max(running, key=lambda request: (request.band, request.arrival))
+    spared = [request for request in running if not levels.is_exhausted(request)] or running
+    lowest = max(request.band for request in spared)
+    band = [request for request in spared if request.band == lowest]
+    candidates = [request for request in band if not levels.is_in_grace(request, step)] or band
+    if levels.level(needy) < Level.LONG:
+        long = [request for request in candidates if levels.level(request) is Level.LONG]
+        if long:
+            return max(long, key=num_decode_steps)
+    return max(candidates, key=lambda request: request.arrival)
+
+
+def list_yielding(running: Sequence[Request], newcomer: Request, levels: Levels, step: int) -> list[Request]:
+    """The long requests that yield to a newcomer: of its band or lower, the lowest and longest-running first."""
+    yielding = [request for request in running if request.band >= newcomer.band and can_yield(request, levels, step)]
+    return sorted(yielding, key=lambda request: (request.band, num_decode_steps(request)), reverse=True)
+
+
+def can_yield(request: Request, levels: Levels, step: int) -> bool:
+    """Whether a running request gives way to newcomers at all."""
+    return (
+        levels.level(request) is Level.LONG
+        and not levels.is_exhausted(request)
+        and not levels.is_in_grace(request, step)
+    )

@@ -46,6 +46,12 @@ class Request:
     stop_ids: frozenset[int] = frozenset()  # end generation: stop token ids, and the model's unless ignore_eos
     max_total_tokens: int = 0  # prompt + output at most: by max_tokens, by the context, by the pool
     num_lost: int = 0  # computed tokens that the last preemption dropped
+    arrived_s: float = 0.0  # when it came to this worker, by the engine's clock
+    started_s: float | None = None  # when the step with its first chunk began; None until then
+    entry_step: int = 0  # the step that admitted it last
+    entry_tokens: int = 0  # tokens known then; those beyond are its consecutive decode steps
+    num_shared_blocks: int = 0  # of its blocks, those that somebody else held already when it was admitted
+    num_overtaken: int = 0  # later arrivals admitted while it waited for memory
     block_keys: list[BlockKey] = field(default_factory=list)  # of its full blocks, as far as they were needed
     num_published: int = 0  # leading blocks that are hittable, by this request or before it
 
@@ -58,6 +64,11 @@ class Request:
     def num_output_tokens(self) -> int:
         """Tokens generated so far, by this and earlier attempts."""
         return len(self.token_ids) - self.num_prompt_tokens
+
+    @property
+    def num_remaining(self) -> int:
+        """Tokens that it may still generate."""
+        return self.max_total_tokens - len(self.token_ids)
 
     def __repr__(self) -> str:
         return (

@@ -1,38 +1,26 @@
-"""What the next step computes: every decode, then first chunks, then further chunks, under one token budget."""
+"""What the next step computes: every decode, then first chunks, then further chunks, under one budget."""
 
 from __future__ import annotations
 
 from bisect import insort
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
 
+from common.types import Band, FinishReason
 from worker.cache.manager import CacheManager
 from worker.cache.pool import IntegrityError
 from worker.engine.batch import Batch, BatchRow
-from worker.engine.preemption import choose_victim
+from worker.engine.config import SchedulerConfig
+from worker.engine.modes import DEFAULT_MODE, MODES, Mode
+from worker.engine.preemption import can_yield, choose_victim, list_yielding
 from worker.engine.request import Request, RequestState
+from worker.engine.waiting import WaitingList
 
+__all__ = ["Scheduler", "SchedulerConfig", "StepCounts"]
 
-@dataclass(frozen=True, slots=True)
-class SchedulerConfig:
-    """Bounds of a step. Raises ValueError if a bound would keep a request from ever advancing."""
-
-    max_num_seqs: int  # running requests, each in a slot of its own
-    max_num_batched_tokens: int  # tokens computed per step; more lengthen every running request's gap
-    max_chunk_tokens: int  # tokens of one request per step; less leaves more of the budget to others
-    watermark_blocks: int = 0  # kept free at admission while something runs; more means fewer preemptions
-
-    def __post_init__(self) -> None:
-        for name in ("max_num_seqs", "max_num_batched_tokens", "max_chunk_tokens"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} is {getattr(self, name)}, at least 1 is needed")
-        if self.watermark_blocks < 0:
-            raise ValueError(f"watermark_blocks is {self.watermark_blocks}, at least 0 is needed")
-        if self.max_num_batched_tokens < self.max_num_seqs:
-            raise ValueError(
-                f"max_num_batched_tokens is {self.max_num_batched_tokens}; every running request decodes in every "
-                f"step, which needs at least max_num_seqs = {self.max_num_seqs}"
-            )
+LOOK_BEHIND = 16
+"""Waiting requests behind one that waits for memory that are looked at in a step."""
 
 
 @dataclass(slots=True)
@@ -40,9 +28,17 @@ class StepCounts:
     """What happened while one step was scheduled."""
 
     admitted: list[Request] = field(default_factory=list)  # for the first time
+    resumed: list[Request] = field(default_factory=list)  # admitted again
+    preempted: list[Request] = field(default_factory=list)
+    first_chunk_waits_s: list[float] = field(default_factory=list)  # from arrival to this step
+    num_decodes: int = 0  # rows of level 2 and 3
+    num_long: int = 0  # of these, level 3
     num_hit_tokens: int = 0  # found in the prefix cache at admission
-    num_preemptions: int = 0
+    num_yielded: int = 0  # of the preempted, those that made way for a newcomer
+    num_overtakes: int = 0  # admissions before a request that waits for memory
     num_recomputed_tokens: int = 0  # computed before a preemption, and not found at readmission
+    num_can_yield: int = 0  # running requests that would make way for a newcomer of the normal band
+    is_blocked: bool = False  # a waiting request found no memory
 
 
 def _arrival(request: Request) -> int:
@@ -54,16 +50,26 @@ class Scheduler:
 
     A request gets the blocks of all its known tokens when it is admitted, so chunks never wait for blocks that others
     hold. Only a decode that enters a new block can find none; then running requests are preempted until there is one.
-    Waiting requests are admitted strictly by arrival; a preempted one keeps its arrival and so its place.
+    Requests are admitted by arrival, a preempted one at the place of its own; a few small ones may overtake one that
+    waits for memory.
     """
 
-    def __init__(self, manager: CacheManager, config: SchedulerConfig) -> None:
+    def __init__(self, manager: CacheManager, config: SchedulerConfig, mode: Mode | None = None) -> None:
+        """`mode` decides how requests are batched; None is the default one."""
+        mode = mode or MODES[DEFAULT_MODE]
         self.manager = manager
         self.config = config
-        self.waiting: list[Request] = []  # by arrival
+        self.waiting = WaitingList()
         self.running: list[Request] = []  # by arrival
-        self.num_preempted_waiting = 0
         self.step = StepCounts()
+        self.num_steps = 0
+        self.memory = mode.memory(manager, config)
+        self.levels = mode.levels(config)
+        self.budget = mode.budget(config)
+        self._entry = mode.entry(config)
+        self._departure = mode.departure()
+        self._staying: list[Request] = []  # ended, and not gone
+        self._long: list[Request] = []  # of level 3 in the present step, and running
         self._free_slots = list(range(config.max_num_seqs))  # a heap: low slots first, tables stay dense
 
     @property
@@ -73,81 +79,88 @@ class Scheduler:
 
     @property
     def num_open_slots(self) -> int:
-        """New requests that could be admitted by the number of slots; none while a preempted one waits to return."""
-        return 0 if self.num_preempted_waiting else len(self._free_slots)
+        """New requests that could be admitted by the number of slots, long requests making way for them; none while
+        somebody waits for memory."""
+        if self.step.is_blocked and self.waiting:
+            return 0
+        return max(0, len(self._free_slots) + self.step.num_can_yield - self.waiting.num_preempted)
+
+    def pause_s(self, now_s: float) -> float:
+        """Seconds until a step can have work; 0 if it has already, or will not before a request comes."""
+        return self._entry.pause_s(self.waiting, len(self.running), now_s)
 
     def add(self, request: Request) -> None:
         """Takes a new request; it waits for admission. Raises ValueError if it could only block those behind it."""
         if not self.manager.can_ever_fit(request.num_tokens):
             raise ValueError(f"{request} can never fit into {self.manager.max_tokens} tokens' blocks")
-        insort(self.waiting, request, key=_arrival)
+        self.waiting.add(request)
 
-    def schedule(self) -> Batch:
-        """Decides the next step, admits and preempts for it. An empty batch only if there is no request at all."""
+    def schedule(self, now_s: float = 0.0) -> Batch:
+        """Decides the step that begins now; admits and preempts for it.
+
+        An empty batch only if there is no request at all, or the mode lets them gather.
+        """
         self.step = StepCounts()
-        self._make_room_for_decodes()
-        budget = self.config.max_num_batched_tokens
-        rows: list[BatchRow] = []
-        unfinished: list[Request] = []  # more than one token is missing: a prompt, or a recompute
-        for request in self.running:
-            if len(request.token_ids) - request.num_computed == 1:
-                rows.append(BatchRow(request, 1))
-            else:
-                unfinished.append(request)
-        budget -= len(rows)
-        budget = self._admit(rows, budget)
-        for request in unfinished:
-            if budget == 0:
-                break
-            budget = self._add_chunk(rows, request, budget)
-        return Batch(tuple(rows))
+        self.num_steps += 1
+        rows, unfinished = self._ride()
+        unfinished += self._admit(now_s)
+        if self.step.num_yielded:
+            rows = [row for row in rows if row.request.state is RequestState.RUNNING]
+        unfinished.sort(key=_arrival)
+        for request, num_new in self.levels.share(unfinished, self.budget):
+            rows.append(BatchRow(request, num_new))
+            if request.started_s is None:
+                request.started_s = now_s
+                self.step.first_chunk_waits_s.append(now_s - request.arrived_s)
+        self.step.num_can_yield = sum(
+            request.band >= Band.NORMAL and can_yield(request, self.levels, self.num_steps) for request in self._long
+        )
+        batch = Batch(tuple(rows))
+        self.memory.thrash.observe(batch.num_tokens, self.step.num_recomputed_tokens)
+        return batch
 
-    def finish(self, requests: list[Request]) -> None:
-        """Takes requests out, wherever they are, and gives back their slots and blocks."""
+    def observe(self, seconds: float) -> None:
+        """Learns what the last step's batch took to execute."""
+        self.budget.observe(seconds)
+
+    def finish(self, requests: Sequence[Request]) -> None:
+        """Takes requests out, wherever they are, and gives back their slots and blocks when they may leave."""
+        ended = []
         for request in requests:
             if request.state is RequestState.RUNNING:
-                self._leave_slot(request)
-            elif request.num_preemptions:
-                self.num_preempted_waiting -= 1
+                ended.append(request)
+            else:
+                self.waiting.remove(request)
+            if request.finish_reason in (FinishReason.STOP, FinishReason.LENGTH):
+                self.memory.observe_end(request)
             request.state = RequestState.FINISHED
+        if not ended:
+            return
         self.running = [request for request in self.running if request.state is RequestState.RUNNING]
-        self.waiting = [request for request in self.waiting if request.state is RequestState.WAITING]
+        self._staying += ended
+        leaving = self._departure.leaving(ended, len(self.running))
+        for request in leaving:
+            self._leave_slot(request)
+        self._staying = [request for request in self._staying if request.slot != -1]
 
     def check_integrity(self) -> None:
         """Audits requests, slots and blocks. Raises IntegrityError with what is wrong."""
-        self.manager.check_integrity([*self.running, *self.waiting])
-        slots = [request.slot for request in self.running] + self._free_slots
+        waiting = list(self.waiting)
+        self.manager.check_integrity([*self.running, *waiting, *self._staying])
+        slots = [request.slot for request in (*self.running, *self._staying)] + self._free_slots
         if sorted(slots) != list(range(self.config.max_num_seqs)):
             raise IntegrityError(f"slots in use and free are {sorted(slots)}")
-        for queue, state in ((self.running, RequestState.RUNNING), (self.waiting, RequestState.WAITING)):
+        for queue, state in ((self.running, RequestState.RUNNING), (waiting, RequestState.WAITING)):
             arrivals = [request.arrival for request in queue]
             if arrivals != sorted(set(arrivals)):
                 raise IntegrityError(f"{state.value} requests are out of order: {arrivals}")
             if any(request.state is not state for request in queue):
                 raise IntegrityError(f"a request among the {state.value} ones is in another state")
-        if any(request.block_ids or request.num_computed or request.slot != -1 for request in self.waiting):
+        if any(request.block_ids or request.num_computed or request.slot != -1 for request in waiting):
             raise IntegrityError("a waiting request has blocks, computed tokens or a slot")
-        if self.num_preempted_waiting != sum(request.num_preemptions > 0 for request in self.waiting):
-            raise IntegrityError(f"{self.num_preempted_waiting} waiting requests are counted as preempted")
         for request in self.running:
             if not 0 <= request.num_computed < request.num_tokens:
                 raise IntegrityError(f"{request.num_computed} of {request.num_tokens} tokens are computed")
-
-    def _make_room_for_decodes(self) -> None:
-        """Gives a block to every decode that enters a new one, and preempts until there is one.
-
-        Who is preempted here is not admitted by the same step: the blocks it gave are fewer by the one they were for.
-        """
-        block_size = self.manager.block_size
-        for request in list(self.running):
-            while (
-                len(request.token_ids) > len(request.block_ids) * block_size
-                and request.state is RequestState.RUNNING
-                and not self.manager.grow(request)
-            ):
-                if len(self.running) == 1:
-                    raise IntegrityError("a lone request finds no block in a pool that its tokens fit into")
-                self.preempt(choose_victim(self.running))
 
     def preempt(self, request: Request) -> None:
         """Takes everything from a running request and lets it wait at the place of its arrival; its tokens stay."""
@@ -156,51 +169,121 @@ class Scheduler:
         self._leave_slot(request)
         request.state = RequestState.WAITING
         request.num_preemptions += 1
-        self.step.num_preemptions += 1
-        self.num_preempted_waiting += 1
-        insort(self.waiting, request, key=_arrival)
+        self.step.preempted.append(request)
+        self.waiting.add(request)
 
-    def _leave_slot(self, request: Request) -> None:
-        heappush(self._free_slots, request.slot)
-        request.slot = -1
-        self.manager.free(request)
+    def _ride(self) -> tuple[list[BatchRow], list[Request]]:
+        """A row for every decode, each with a block to write to, and the requests that miss more than one token.
 
-    def _admit(self, rows: list[BatchRow], budget: int) -> int:
-        """Admits waiting requests, each with its first chunk, until one does not fit; returns the budget left."""
-        num_admitted = 0
-        for request in self.waiting:
-            if not budget or not self._free_slots:
+        Whoever is preempted for a block is not admitted by the same step: it gave one more than it finds.
+        """
+        while True:
+            rows, unfinished, num_kv_tokens, needy = self._try_to_ride()
+            if needy is None:
                 break
-            if not self.manager.admit(request, headroom=self._headroom(request)):
-                break  # nobody overtakes: the blocks that come free are for this one
-            num_admitted += 1
-            self._enter_slot(request)
-            budget = self._add_chunk(rows, request, budget)
-        del self.waiting[:num_admitted]
-        return budget
+            if len(self.running) == 1:
+                raise IntegrityError("a lone request finds no block in a pool that its tokens fit into")
+            self.preempt(choose_victim(self.running, needy, self.levels, self.num_steps))
+        self.budget.open(len(rows), num_kv_tokens)
+        self.step.num_decodes = len(rows)
+        self.step.num_long = len(self._long)
+        return rows, unfinished
 
-    def _enter_slot(self, request: Request) -> None:
+    def _try_to_ride(self) -> tuple[list[BatchRow], list[Request], int, Request | None]:
+        """Rows, unfinished requests and tokens attended to; or the first decode that finds no block."""
+        rows: list[BatchRow] = []
+        unfinished: list[Request] = []
+        num_kv_tokens = 0
+        self._long = []
+        block_size, long_after = self.manager.block_size, self.levels.long_after_steps
+        for request in self.running:
+            num_tokens = len(request.token_ids)
+            if num_tokens - request.num_computed > 1:
+                unfinished.append(request)
+                continue
+            if num_tokens > len(request.block_ids) * block_size and not self.manager.grow(request):
+                return rows, unfinished, num_kv_tokens, request
+            rows.append(BatchRow(request, 1))
+            num_kv_tokens += num_tokens
+            if num_tokens - request.entry_tokens > long_after:
+                self._long.append(request)
+        return rows, unfinished, num_kv_tokens, None
+
+    def _admit(self, now_s: float) -> list[Request]:
+        """Admits waiting requests by arrival, and a few small ones before one that waits for memory; returns them.
+
+        A step that had to preempt for a decode admits nobody: what the preempted one needs to return would be gone.
+        """
+        num_tokens = self._entry.num_tokens(self.waiting, len(self.running), self.budget, now_s)
+        if self.step.preempted:
+            self.step.is_blocked = True
+            return []
+        self.memory.begin_step(self.running)
+        admitted: list[Request] = []
+        blocked: Request | None = None  # waits for memory
+        for request in self.waiting.first(min(num_tokens, self.config.max_num_seqs) + LOOK_BEHIND):
+            if num_tokens <= 0 or not (self._free_slots or self._long):
+                break
+            if blocked is not None and not self.memory.may_overtake(request, blocked):
+                continue
+            if self._make_way(request, now_s, blocked) and self.memory.admit(request):
+                self._enter(request)
+                admitted.append(request)
+                num_tokens -= min(request.num_tokens - request.num_computed, self.config.min_chunk_tokens)
+                if blocked is not None:
+                    blocked.num_overtaken += 1
+                    self.step.num_overtakes += 1
+            elif self._free_slots:
+                blocked = blocked or request
+        self.step.is_blocked = blocked is not None
+        return admitted
+
+    def _make_way(self, request: Request, now_s: float, blocked: Request | None) -> bool:
+        """Whether a waiting request finds a slot and memory; long requests are preempted for it if that is enough."""
+        victims: list[Request] = []
+        candidates = iter(self._list_yielding(request, now_s, blocked))
+        while not (len(self._free_slots) + len(victims) and self.memory.fits(request, victims)):
+            victim = next(candidates, None)
+            if victim is None:
+                return False
+            victims.append(victim)
+        for victim in victims:
+            self.preempt(victim)
+        if victims:
+            self._long = [request for request in self._long if request.state is RequestState.RUNNING]
+            self.step.num_yielded += len(victims)
+            self.memory.begin_step(self.running)
+        return True
+
+    def _list_yielding(self, request: Request, now_s: float, blocked: Request | None) -> Sequence[Request]:
+        """Who would make way for a waiting request now: nobody before its first chunk is nearly late, nor while too
+        much is computed twice, nor for one that would overtake another without a first chunk."""
+        if not self._long or not self.levels.is_urgent(request, now_s):
+            return ()
+        if blocked is not None and blocked.started_s is None:
+            return ()
+        if self.memory.thrash.ratio >= self.config.max_thrash:
+            return ()
+        return list_yielding(self._long, request, self.levels, self.num_steps)
+
+    def _enter(self, request: Request) -> None:
+        """Gives a slot to a waiting request that has its blocks."""
+        self.waiting.remove(request)
         request.slot = heappop(self._free_slots)
         request.state = RequestState.RUNNING
         request.admissions += 1
+        request.entry_step = self.num_steps
+        request.entry_tokens = request.num_tokens
         insort(self.running, request, key=_arrival)
         self.step.num_hit_tokens += request.num_computed
         if request.num_preemptions:
-            self.num_preempted_waiting -= 1
+            self.step.resumed.append(request)
             self.step.num_recomputed_tokens += max(0, request.num_lost - request.num_computed)
         else:
             request.num_cached_tokens = min(request.num_computed, request.num_prompt_tokens)
             self.step.admitted.append(request)
 
-    def _headroom(self, request: Request) -> int:
-        """Blocks that stay free after an admission. A lone request needs none: waiting for more could last for ever."""
-        if not self.running:
-            return 0
-        if request.num_preemptions:  # it shall not be preempted again before everybody has filled a block
-            return self.config.watermark_blocks + len(self.running)
-        return self.config.watermark_blocks
-
-    def _add_chunk(self, rows: list[BatchRow], request: Request, budget: int) -> int:
-        num_new = min(request.num_tokens - request.num_computed, self.config.max_chunk_tokens, budget)
-        rows.append(BatchRow(request, num_new))
-        return budget - num_new
+    def _leave_slot(self, request: Request) -> None:
+        heappush(self._free_slots, request.slot)
+        request.slot = -1
+        self.manager.free(request)

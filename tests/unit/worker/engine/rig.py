@@ -13,6 +13,7 @@ from worker.cache.manager import CacheManager
 from worker.cache.pool import BlockPool
 from worker.engine.engine import Engine
 from worker.engine.events import RequestRejected, StepStats
+from worker.engine.modes import DEFAULT_MODE, MODES
 from worker.engine.scheduler import Scheduler, SchedulerConfig
 
 VOCAB_SIZE = 1000
@@ -49,13 +50,22 @@ class EngineRig:
         context_length: int = 4096,
         eos_token_ids: Sequence[int] = (),
         prefix_cache: bool = True,
+        mode: str = DEFAULT_MODE,
+        **bounds: Any,
     ) -> None:
+        """`bounds` are further fields of SchedulerConfig; unless told otherwise it plans no memory for any output."""
+        bounds = {"optimism": 1.0, "output_share": 0.0} | bounds
+        self.now_s = 0.0
         self.executor = FakeExecutor(num_blocks + 1, block_size, vocab_size=VOCAB_SIZE, max_num_seqs=max_num_seqs)
         self.pool = BlockPool(num_blocks + 1)
-        self.manager = CacheManager(self.pool, block_size, keyed_digest(b"test"), prefix_cache=prefix_cache)
-        self.scheduler = Scheduler(self.manager, SchedulerConfig(max_num_seqs, budget, max_chunk, watermark_blocks))
+        self.manager = CacheManager(
+            self.pool, block_size, keyed_digest(b"test"), prefix_cache=prefix_cache and MODES[mode].prefix_cache
+        )
+        self.scheduler = Scheduler(
+            self.manager, SchedulerConfig(max_num_seqs, budget, max_chunk, watermark_blocks, **bounds), MODES[mode]
+        )
         limits = ModelLimits("fake", context_length, VOCAB_SIZE, block_size, num_blocks, max_num_seqs)
-        self.engine = Engine(self.executor, self.scheduler, self.manager, limits, eos_token_ids)
+        self.engine = Engine(self.executor, self.scheduler, self.manager, limits, eos_token_ids, lambda: self.now_s)
         self.engine.open_session(SESSION)
         self.records: dict[Name, Record] = {}
         self.usage: dict[int, BlockUsage] = {}
@@ -108,7 +118,9 @@ class EngineRig:
             if not self.engine.has_work:
                 return
             self.step()
-        raise AssertionError(f"still busy after {max_steps} steps: {self.scheduler.running} {self.scheduler.waiting}")
+        raise AssertionError(
+            f"still busy after {max_steps} steps: {self.scheduler.running} {list(self.scheduler.waiting)}"
+        )
 
     def of(self, request_id: str, *, session_id: int = SESSION, attempt: int = 1) -> Record:
         return self.records[session_id, request_id, attempt]

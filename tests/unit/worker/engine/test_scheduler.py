@@ -103,7 +103,7 @@ def test_a_watermark_larger_than_the_pool_does_not_stop_a_lone_request() -> None
 def test_a_request_that_would_block_everybody_for_ever_is_not_taken() -> None:
     rig = EngineRig(num_blocks=8)
     rig.submit("r", [1] * 10)
-    request = rig.scheduler.waiting[0]
+    request = rig.scheduler.waiting.first(1)[0]
     request.token_ids = [1] * 33
     with pytest.raises(ValueError, match="can never fit into 32 tokens' blocks"):
         rig.scheduler.add(request)
@@ -122,10 +122,10 @@ def test_first_chunks_come_by_arrival() -> None:
 
 
 def test_a_preempted_request_returns_before_later_arrivals() -> None:
-    rig = EngineRig(num_blocks=8, max_num_seqs=3)
+    rig = EngineRig(num_blocks=8, max_num_seqs=3, max_overtakes=0)
     rig.submit("first", [1] * 10, 16)
     rig.submit("victim", [2] * 10, 16)
-    while not rig.scheduler.num_preempted_waiting:
+    while not rig.scheduler.waiting.num_preempted:
         rig.step()
     rig.submit("new", [3] * 2, 2)
     rig.run()
@@ -141,11 +141,11 @@ def test_a_preempted_request_returns_before_later_arrivals() -> None:
 
 
 def preempting_rig(bands: list[Band]) -> EngineRig:
-    """Three requests of three blocks each that fill a pool of nine, about to enter a fourth block together."""
+    """Three requests that grow to three blocks each, fill a pool of nine, and enter a fourth block together."""
     rig = EngineRig(num_blocks=9, max_num_seqs=3)
     for index, band in enumerate(bands):
-        rig.submit(f"r{index}", [index] * 12, 12, band=band)
-    while not rig.scheduler.num_preempted_waiting:
+        rig.submit(f"r{index}", [index] * 8, 12, band=band)
+    while not rig.scheduler.waiting.num_preempted:
         rig.step()
     return rig
 
@@ -164,17 +164,17 @@ def test_the_victim_is_the_latest_arrival_of_the_lowest_band(bands: list[Band], 
     assert [request.request_id for request in rig.scheduler.waiting] == [victim]
     rig.run()
     for index in range(3):
-        rig.assert_generated(f"r{index}", [index] * 12, 12)
+        rig.assert_generated(f"r{index}", [index] * 8, 12)
     rig.assert_idle()
 
 
 def test_a_later_arrival_does_not_get_the_blocks_that_a_preemption_freed() -> None:
     rig = EngineRig(num_blocks=9, max_num_seqs=4)
     for index in range(3):
-        rig.submit(f"r{index}", [index] * 12, 12)
+        rig.submit(f"r{index}", [index] * 8, 12)
     rig.step()
     rig.submit("new", [7], 2)
-    while not rig.scheduler.num_preempted_waiting:
+    while not rig.scheduler.waiting.num_preempted:
         rig.step()
     assert "new" not in dict(rig.executor.batches[-1])
     rig.run()

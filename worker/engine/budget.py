@@ -1,0 +1,95 @@
+"""How much may one step compute? In tokens, or in time as the cost model sees it."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from worker.engine.config import SchedulerConfig
+from worker.engine.cost_model import CostModel, StepLoad, chunk_kv_tokens
+
+
+class Budget(Protocol):
+    """One step's budget: opened with the decodes, which ride in any case, then taken from chunk by chunk."""
+
+    def open(self, num_decodes: int, num_kv_tokens: int) -> None:
+        """Begins a step in which so many requests decode, attending to so many tokens."""
+        ...
+
+    def take(self, start: int, wanted: int, *, is_new_row: bool = True, at_least: int = 0) -> int:
+        """Tokens granted to a chunk from position `start` on: `wanted` or less, `at_least` so many if the step has room
+        for them at all. `is_new_row` is false where the request has a chunk in this step already."""
+        ...
+
+    def num_tokens(self) -> int:
+        """Tokens of first chunks that still fit; at least 1 if the decodes left any, for prompts must advance."""
+        ...
+
+    def observe(self, seconds: float) -> None:
+        """Learns what the step took that was opened last."""
+        ...
+
+
+class TokenBudget:
+    """A number of tokens, however long they take."""
+
+    def __init__(self, config: SchedulerConfig) -> None:
+        self._max_tokens = config.max_num_batched_tokens
+        self._left = 0
+
+    def open(self, num_decodes: int, num_kv_tokens: int) -> None:
+        """See Budget."""
+        del num_kv_tokens
+        self._left = self._max_tokens - num_decodes
+
+    def take(self, start: int, wanted: int, *, is_new_row: bool = True, at_least: int = 0) -> int:
+        """See Budget."""
+        del start, is_new_row, at_least
+        granted = min(wanted, self._left)
+        self._left -= granted
+        return granted
+
+    def num_tokens(self) -> int:
+        """See Budget."""
+        return self._left
+
+    def observe(self, seconds: float) -> None:
+        """See Budget."""
+
+
+class TimeBudget:
+    """A number of seconds by the cost model, and of tokens, which bounds the step's memory."""
+
+    def __init__(self, config: SchedulerConfig) -> None:
+        self.cost = CostModel()
+        self._budget_s = config.step_budget_s
+        self._max_tokens = config.max_num_batched_tokens
+        self._load = StepLoad(0, 0, 0)
+        self._left = 0
+        self._left_s = 0.0
+
+    def open(self, num_decodes: int, num_kv_tokens: int) -> None:
+        """See Budget."""
+        self._load = StepLoad(num_decodes, num_kv_tokens, num_decodes)
+        self._left = self._max_tokens - num_decodes
+        self._left_s = self._budget_s - self.cost.predict(self._load)
+
+    def take(self, start: int, wanted: int, *, is_new_row: bool = True, at_least: int = 0) -> int:
+        """See Budget."""
+        affordable = self.cost.num_affordable(start, self._left_s, is_new_row=is_new_row)
+        granted = min(wanted, self._left, max(affordable, at_least))
+        if granted:
+            load = self._load
+            num_kv_tokens = load.num_kv_tokens + chunk_kv_tokens(start, granted)
+            self._load = StepLoad(load.num_tokens + granted, num_kv_tokens, load.num_rows + is_new_row)
+            self._left -= granted
+            self._left_s -= self.cost.chunk_s(start, granted, is_new_row=is_new_row)
+        return granted
+
+    def num_tokens(self) -> int:
+        """See Budget."""
+        return min(self._left, max(1, self.cost.num_affordable(0, self._left_s, is_new_row=True)))
+
+    def observe(self, seconds: float) -> None:
+        """See Budget."""
+        if self._load.num_tokens:
+            self.cost.observe(self._load, seconds)

@@ -1,0 +1,149 @@
+"""Who goes first in a step, and who has run so long that it yields?"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from enum import IntEnum
+from typing import Protocol
+
+from worker.engine.budget import Budget
+from worker.engine.config import SchedulerConfig
+from worker.engine.request import Request
+
+NEVER = 1 << 62
+"""Steps that nobody reaches."""
+
+Chunk = tuple[Request, int]
+
+
+class Level(IntEnum):
+    """A request's level in a step; the smaller number is served first."""
+
+    FIRST_CHUNK = 1  # nothing of it was ever computed
+    DECODE = 2  # or its further chunks
+    LONG = 3  # decodes for long: preemptible
+
+
+class Levels(Protocol):
+    """Answers for one request at a time; `step` is the scheduler's running number, `now_s` the time it began."""
+
+    long_after_steps: int
+
+    def level(self, request: Request) -> Level:
+        """Its level now."""
+        ...
+
+    def is_exhausted(self, request: Request) -> bool:
+        """Whether it was preempted as often as it may be."""
+        ...
+
+    def is_in_grace(self, request: Request, step: int) -> bool:
+        """Whether it was resumed just now."""
+        ...
+
+    def is_urgent(self, request: Request, now_s: float) -> bool:
+        """Whether a waiting request may make others yield: after one more step its first chunk would be late."""
+        ...
+
+    def share(self, unfinished: Sequence[Request], budget: Budget) -> list[Chunk]:
+        """Chunks for the running requests, by arrival, that miss more than one token."""
+        ...
+
+
+class ThreeLevels:
+    """First chunks before further ones, and long requests yield to them."""
+
+    def __init__(self, config: SchedulerConfig) -> None:
+        self.long_after_steps = config.long_after_steps
+        self._config = config
+
+    def level(self, request: Request) -> Level:
+        """See Levels."""
+        if request.started_s is None:
+            return Level.FIRST_CHUNK
+        return Level.LONG if num_decode_steps(request) > self.long_after_steps else Level.DECODE
+
+    def is_exhausted(self, request: Request) -> bool:
+        """See Levels."""
+        return request.num_preemptions >= self._config.max_preemptions
+
+    def is_in_grace(self, request: Request, step: int) -> bool:
+        """See Levels."""
+        return request.num_preemptions > 0 and step - request.entry_step < self._config.grace_steps
+
+    def is_urgent(self, request: Request, now_s: float) -> bool:
+        """See Levels."""
+        if request.started_s is not None:
+            return False
+        return now_s + self._config.step_budget_s > request.arrived_s + self._config.first_chunk_s
+
+    def share(self, unfinished: Sequence[Request], budget: Budget) -> list[Chunk]:
+        """Every first chunk gets the minimum, earliest deadline first; then everybody more, first come first served.
+
+        The deadline is the arrival plus a constant, so its order is that of arrival.
+        """
+        fresh = [request for request in unfinished if request.started_s is None]
+        smallest = self._config.min_chunk_tokens
+        if fresh:
+            smallest = max((smallest + 1) // 2, min(smallest, budget.num_tokens() // len(fresh)))
+        chunks: dict[int, Chunk] = {}
+        most = min(smallest, self._config.max_chunk_tokens)
+        _extend(chunks, fresh, budget, most, smallest)
+        _extend(chunks, unfinished, budget, self._config.max_chunk_tokens, smallest)
+        return list(chunks.values())
+
+
+class OneLevel:
+    """First come, first served; nobody yields to a newcomer."""
+
+    long_after_steps = NEVER
+
+    def __init__(self, config: SchedulerConfig) -> None:
+        self._max_chunk = config.max_chunk_tokens
+
+    def level(self, request: Request) -> Level:
+        """See Levels."""
+        return Level.FIRST_CHUNK if request.started_s is None else Level.DECODE
+
+    def is_exhausted(self, request: Request) -> bool:
+        """See Levels."""
+        del request
+        return False
+
+    def is_in_grace(self, request: Request, step: int) -> bool:
+        """See Levels."""
+        del request, step
+        return False
+
+    def is_urgent(self, request: Request, now_s: float) -> bool:
+        """See Levels."""
+        del request, now_s
+        return False
+
+    def share(self, unfinished: Sequence[Request], budget: Budget) -> list[Chunk]:
+        """See Levels."""
+        chunks: dict[int, Chunk] = {}
+        _extend(chunks, unfinished, budget, self._max_chunk, 1)
+        return list(chunks.values())
+
+
+def num_decode_steps(request: Request) -> int:
+    """Decode steps since it was admitted or resumed: each knows one more token."""
+    return len(request.token_ids) - request.entry_tokens
+
+
+def _extend(chunks: dict[int, Chunk], requests: Iterable[Request], budget: Budget, most: int, at_least: int) -> None:
+    """Takes from the budget for each request in turn, up to `most` tokens in all of a request, until nothing is left.
+
+    The step's very first chunk gets `at_least` so many even if the decodes alone use up the budget: prompts advance.
+    """
+    for request in requests:
+        _, given = chunks.get(request.arrival, (request, 0))
+        start = request.num_computed + given
+        wanted = min(len(request.token_ids) - start, most - given)
+        if wanted <= 0:
+            continue
+        granted = budget.take(start, wanted, is_new_row=not given, at_least=0 if chunks else at_least)
+        if not granted:
+            break
+        chunks[request.arrival] = (request, given + granted)

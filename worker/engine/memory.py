@@ -1,0 +1,172 @@
+"""May a request have its memory now, and how much of it at once?"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from worker.cache.manager import CacheManager
+from worker.engine.config import SchedulerConfig
+from worker.engine.forecast import MemoryForecast, OutputForecast, ThrashMeter, num_expected
+from worker.engine.request import Request
+
+
+class Memory(Protocol):
+    """Decides over admissions; gives out nothing itself but through `admit`."""
+
+    thrash: ThrashMeter
+
+    def begin_step(self, running: Sequence[Request]) -> None:
+        """Says who runs; to be said again when somebody was preempted."""
+        ...
+
+    def fits(self, request: Request, victims: Sequence[Request] = ()) -> bool:
+        """Whether a waiting request can enter, with these running ones out of the way. Changes nothing."""
+        ...
+
+    def admit(self, request: Request) -> bool:
+        """Gives a request that fits its blocks; returns whether it got them. It runs from then on."""
+        ...
+
+    def may_overtake(self, request: Request, blocked: Request) -> bool:
+        """Whether a waiting request may enter before an earlier one that does not fit."""
+        ...
+
+    def observe_end(self, request: Request) -> None:
+        """Learns from a request that ended by itself."""
+        ...
+
+
+class _Planned:
+    """What both kinds share: the learned length of outputs, and the free blocks."""
+
+    def __init__(self, manager: CacheManager, config: SchedulerConfig) -> None:
+        self.thrash = ThrashMeter()
+        self._manager = manager
+        self._config = config
+        self._outputs = OutputForecast(config.optimism, config.output_share)
+        self._running: Sequence[Request] = ()
+        self._share = 1.0
+
+    def begin_step(self, running: Sequence[Request]) -> None:
+        """See Memory."""
+        self._running = running
+        self._share = self._outputs.share(self.thrash.ratio / self._config.max_thrash)
+
+    def observe_end(self, request: Request) -> None:
+        """See Memory."""
+        self._outputs.observe(request)
+
+    def _has_blocks(self, request: Request, num_tokens: int, headroom: int, victims: Sequence[Request]) -> bool:
+        free = self._manager.pool.num_free
+        if victims:
+            free += sum(self._manager.num_freed(victim) for victim in victims)
+        if self._manager.blocks_for(num_tokens) + headroom <= free:  # even without a hit
+            return True
+        return self._manager.num_needed(request, num_tokens) + headroom <= free
+
+
+class Reserve(_Planned):
+    """All the memory that a request may ever need, at once: it never grows and is never preempted."""
+
+    def fits(self, request: Request, victims: Sequence[Request] = ()) -> bool:
+        """See Memory."""
+        return self._has_blocks(request, _max_kv_tokens(request), 0, victims)
+
+    def admit(self, request: Request) -> bool:
+        """See Memory."""
+        return self._manager.admit(request, num_tokens=_max_kv_tokens(request))
+
+    def may_overtake(self, request: Request, blocked: Request) -> bool:
+        """See Memory. Never: first come, first served."""
+        del request, blocked
+        return False
+
+
+class LookAhead(_Planned):
+    """The memory of the known tokens, if the peak that is to be expected fits as well."""
+
+    def __init__(self, manager: CacheManager, config: SchedulerConfig) -> None:
+        super().__init__(manager, config)
+        self._forecast: MemoryForecast | None = None  # of the running requests; made when it is first needed
+        self._capacity = 0  # tokens in the blocks that requests have for themselves; made with the forecast
+        self._steps_until_fit: int | None = None  # of the request that blocks the others in this step
+
+    def begin_step(self, running: Sequence[Request]) -> None:
+        """See Memory."""
+        super().begin_step(running)
+        self._forecast = None
+        self._steps_until_fit = None
+
+    def fits(self, request: Request, victims: Sequence[Request] = ()) -> bool:
+        """See Memory. A request that would be alone always fits: waiting could last for ever."""
+        others = len(self._running) - len(victims)
+        if not self._has_blocks(request, request.num_tokens, self._headroom(request, others), victims):
+            return False
+        if not others:
+            return True
+        forecast = self._forecast_of_all()
+        if victims:
+            forecast = MemoryForecast(self._load(other) for other in self._running if other not in victims)
+        # What it would hold that nobody holds now:
+        held = self._manager.num_needed(request, request.num_tokens) * self._manager.block_size
+        return forecast.fits(num_expected(request, self._share), held, self._capacity)
+
+    def admit(self, request: Request) -> bool:
+        """See Memory."""
+        forecast = self._forecast_of_all()
+        if not self._manager.admit(request, headroom=self._headroom(request, len(self._running))):
+            return False
+        forecast.add(*self._load(request))
+        return True
+
+    def may_overtake(self, request: Request, blocked: Request) -> bool:
+        """See Memory. A bounded number of times, if it should be gone before the other finds enough blocks.
+
+        That is a reservation as in EASY backfilling (Lifka, The ANL/IBM SP scheduling system, 1995).
+        """
+        if blocked.num_overtaken >= self._config.max_overtakes:
+            return False
+        if self._steps_until_fit is None:
+            self._steps_until_fit = self._count_steps_until_fit(blocked)
+        return num_expected(request, self._share) <= self._steps_until_fit
+
+    def _count_steps_until_fit(self, request: Request) -> int:
+        """In how many steps enough of the running requests should have ended, as if nobody grew or entered."""
+        free = self._manager.pool.num_free
+        needed = self._manager.num_needed(request, request.num_tokens)
+        ends = sorted((num_expected(other, self._share), self._manager.num_freed(other)) for other in self._running)
+        for steps, freed in ends:
+            free += freed
+            if free >= needed:
+                return steps
+        return ends[-1][0] if ends else 0
+
+    def _forecast_of_all(self) -> MemoryForecast:
+        if self._forecast is None:
+            self._forecast = MemoryForecast(map(self._load, self._running))
+            self._capacity = (self._manager.pool.num_usable - self._num_shared_blocks()) * self._manager.block_size
+        return self._forecast
+
+    def _load(self, request: Request) -> tuple[int, int]:
+        """Remaining tokens, and the tokens in the blocks that it took for itself."""
+        held = (len(request.block_ids) - request.num_shared_blocks) * self._manager.block_size
+        return num_expected(request, self._share), held
+
+    def _num_shared_blocks(self) -> int:
+        """Blocks that nobody took for itself, or whoever did has ended; they stay for as long as anybody is there."""
+        own = sum(len(request.block_ids) - request.num_shared_blocks for request in self._running)
+        return max(0, self._manager.counts.referenced - own)
+
+    def _headroom(self, request: Request, num_others: int) -> int:
+        """Blocks that stay free after an admission. A lone request needs none: waiting for more could last for ever."""
+        if not num_others:
+            return 0
+        if request.num_preemptions:  # it shall not be preempted again before everybody has filled a block
+            return self._config.watermark_blocks + num_others
+        return self._config.watermark_blocks
+
+
+def _max_kv_tokens(request: Request) -> int:
+    """Tokens whose KV a request may ever hold: the last one's is never needed, unless it is known already."""
+    return max(request.num_tokens, request.max_total_tokens - 1)
