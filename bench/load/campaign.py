@@ -96,12 +96,17 @@ class Campaign:
             await self._measure(point)
 
     async def find_capacity(self, search: CapacitySearch) -> Sequence[Judged]:
-        """Measures the rates that the search asks for, until it is over or stopped; returns them in order."""
+        """Measures the rates that the search asks for, until it is over or stopped; returns them in order.
+
+        It is over, too, when nothing is answered any more: that is a deployment that is down, not one that is slow.
+        """
         tried: list[Judged] = []
         while (rate := search.next_rate(tried)) is not None and not self._stop.is_set():
             run = await self._measure(Point(rate=rate))
             if run.is_whole:
                 tried.append(Judged(rate, run.figure("slo_attainment") or 0.0))
+            if not run.figures["completed"]:
+                break
         return tried
 
     async def _measure(self, point: Point) -> Run:

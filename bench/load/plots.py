@@ -280,7 +280,8 @@ def _spans_decades(axes: Axes) -> bool:
 
 def _label(axes: Axes, run: Run, x: float, y: float) -> None:
     """Writes what was offered beside a run's point."""
-    axes.annotate(_short(run), (x, y), textcoords="offset points", xytext=(5, 5), fontsize=8, color=_GREY)
+    box = {"boxstyle": "round,pad=0.1", "facecolor": "white", "edgecolor": "none", "alpha": 0.7}
+    axes.annotate(_short(run), (x, y), textcoords="offset points", xytext=(5, 6), fontsize=8, color=_GREY, bbox=box)
 
 
 def _say(axes: Axes, text: str) -> None:

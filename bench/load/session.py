@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import signal
-import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -77,21 +76,18 @@ async def measure(options: Options, console: Console, clock: Clock) -> bool:
     """
     if not options.is_local:
         return await _measure(options, console, clock)
-    with tempfile.TemporaryDirectory(prefix="tidegate-bench-") as folder:
-        stack_options = StackOptions(Path(folder))
-        console.print("Starting a private deployment")
-        async with Stack(
-            stack_options, lambda text: console.print(f"... {text}", highlight=False, markup=False)
-        ) as stack:
-            local = replace(
-                options,
-                address=stack.gateway_address,
-                senders=tuple(
-                    Sender(tenant.tenant_id, tenant.api_key, band=Band[tenant.band.upper()]) for tenant in stack.tenants
-                ),
-                endpoints=Endpoints((stack.worker_metrics,), (stack.gateway_metrics,)),
-            )
-            return await stack.run(_measure(local, console, clock))
+    console.print("Starting a private deployment")
+    stack_options = StackOptions(options.output / "deployment")  # its logs stay beside the results
+    async with Stack(stack_options, lambda text: console.print(f"... {text}", highlight=False, markup=False)) as stack:
+        local = replace(
+            options,
+            address=stack.gateway_address,
+            senders=tuple(
+                Sender(tenant.tenant_id, tenant.api_key, band=Band[tenant.band.upper()]) for tenant in stack.tenants
+            ),
+            endpoints=Endpoints((stack.worker_metrics,), (stack.gateway_metrics,)),
+        )
+        return await stack.run(_measure(local, console, clock))
 
 
 async def _measure(options: Options, console: Console, clock: Clock) -> bool:
