@@ -114,7 +114,7 @@ class Job:
     num_cached: int = 0
 
 
-@dataclass(slots=True)
+@dataclass
 class Session:
     """An engine that takes jobs, step by step, and audits itself after each."""
 
