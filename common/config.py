@@ -9,7 +9,8 @@ from pydantic_settings import BaseSettings, SettingsConfigDict
 class Settings(BaseSettings):
     """What every program can be told. Subclasses set their own environment prefix.
 
-    Precedence: command-line flags, then environment variables, then defaults. An unknown flag or bad value stops the start.
+    Precedence: command-line flags, then environment variables, then defaults. A bad value or unknown flag stops the
+    start.
     """
 
     model_config = SettingsConfigDict(frozen=True, extra="ignore", cli_kebab_case=True, cli_implicit_flags=True)
@@ -26,6 +27,21 @@ class Settings(BaseSettings):
         "",
         description="secret shared by gateways and workers; empty refuses announcements, and sessions from other hosts",
         validation_alias="TIDEGATE_FLEET_KEY",
+    )
+    tls_cert: str = Field("", description="PEM file of the server's certificate chain; empty: plain text")
+    tls_key: str = Field("", description="PEM file of its private key, without a password")
+    tls_client_ca: str = Field(
+        "", description="PEM file of the authorities whose certificates callers must show; empty: none is asked for"
+    )
+    fleet_tls_ca: str = Field(
+        "",
+        description="PEM file of the authorities of the servers that are dialled (a gateway dials workers, a worker "
+        "gateways); empty: they are dialled in plain text",
+    )
+    fleet_tls_cert: str = Field("", description="PEM file of the certificate chain shown to them; empty: none")
+    fleet_tls_key: str = Field("", description="PEM file of its private key, without a password")
+    fleet_tls_name: str = Field(
+        "", description="name that their certificates carry, whatever address they are dialled at; empty: its host"
     )
     max_receive_message_bytes: int = Field(
         4 << 20, ge=1024, description="largest message taken; a larger one is refused"

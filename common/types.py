@@ -83,7 +83,7 @@ GREEDY_TEMPERATURE = 1e-5
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprob:
-    """A token and the natural logarithm of its probability under the model (raw: before temperature, penalties, bias)."""
+    """A token and the natural logarithm of its probability under the model, before temperature, penalties and bias."""
 
     token_id: int
     logprob: float

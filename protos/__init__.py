@@ -1,0 +1,1 @@
+"""The wire: gRPC services and messages."""

@@ -1,0 +1,1 @@
+"""What a request may use of its tenant's limits."""

@@ -1,0 +1,1 @@
+"""Who waits, and in which order: the port of the fleet's one queue."""
