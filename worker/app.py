@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import math
 import random
 import secrets
 from collections.abc import Awaitable, Coroutine
@@ -24,15 +25,17 @@ from worker.cache.manager import CacheManager
 from worker.cache.pool import BlockPool
 from worker.cache.storage import KVLayout
 from worker.config import WorkerSettings
+from worker.engine.config import SchedulerConfig
 from worker.engine.engine import Engine
 from worker.engine.events import StepOutput
 from worker.engine.loop import EngineLoop
-from worker.engine.scheduler import Scheduler, SchedulerConfig
+from worker.engine.scheduler import Scheduler
 from worker.kernels import load_backend
 from worker.model.dtype import choose_dtype
 from worker.model.loaded_model import LoadedModel
 from worker.model.runner import ModelRunner
 from worker.model.sampler import Sampler
+from worker.model.sanity import perplexity
 from worker.model.weights import load_model
 from worker.rpc.announcer import Announcer
 from worker.rpc.fleet_key import FleetKey
@@ -46,6 +49,7 @@ _log = structlog.get_logger(__name__)
 _T = TypeVar("_T")
 
 HEALTH_NAMES = ("", SERVICE_NAME)
+MIN_CHECK_TOKENS = 128  # a smaller pool may not hold the text that a model is checked with
 GOODBYE_GRACE_S = 1.0  # for calls that are not ours to finish: health watchers, reflection
 
 
@@ -174,6 +178,7 @@ def load_engine(settings: WorkerSettings) -> tuple[Engine, ModelDescription]:
     )
     _log.info("warming_up", kv_blocks=num_blocks, threads=settings.threads)
     runner.warm_up()
+    _check_language(runner, model)
     pool = BlockPool(num_blocks)
     digest = keyed_digest(secrets.token_bytes(32))  # nobody outside this process can predict a block's key
     manager = CacheManager(pool, settings.block_size, digest, prefix_cache=settings.prefix_cache)
@@ -185,6 +190,15 @@ def load_engine(settings: WorkerSettings) -> tuple[Engine, ModelDescription]:
     scheduler = Scheduler(manager, bounds)
     description = describe(model, settings, num_blocks=pool.num_usable)
     return Engine(runner, scheduler, manager, description.limits, model.text.eos_token_ids), description
+
+
+def _check_language(runner: ModelRunner, model: LoadedModel) -> None:
+    """Warns if the model, as loaded, does not know plain English: then weights, rotations or tokens are not its own."""
+    if runner.num_blocks * runner.block_size < MIN_CHECK_TOKENS:
+        return
+    found = perplexity(runner, model.text)
+    log = _log.warning if found > math.sqrt(model.config.vocab_size) else _log.info
+    log("model_checked", perplexity=round(found, 1), vocab_size=model.config.vocab_size)
 
 
 def describe(model: LoadedModel, settings: WorkerSettings, *, num_blocks: int) -> ModelDescription:
