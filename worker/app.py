@@ -8,7 +8,7 @@ import dataclasses
 import math
 import random
 import secrets
-from collections.abc import Awaitable, Coroutine
+from collections.abc import Awaitable, Coroutine, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -29,7 +29,9 @@ from worker.engine.config import SchedulerConfig
 from worker.engine.engine import Engine
 from worker.engine.events import StepOutput
 from worker.engine.loop import EngineLoop
+from worker.engine.modes import MODES
 from worker.engine.scheduler import Scheduler
+from worker.engine.trace import ChromeTrace, Tracer
 from worker.kernels import load_backend
 from worker.model.dtype import choose_dtype
 from worker.model.loaded_model import LoadedModel
@@ -81,7 +83,8 @@ class Worker:
             port = await self._server.start(self._settings.listen)
             _log.info("worker_listening", listen=self._settings.listen, port=port, epoch=self._identity.epoch)
             try:
-                loaded = await _unless(stop, asyncio.to_thread(load_engine, self._settings))
+                tracer = stack.enter_context(_open_trace(self._settings.trace))
+                loaded = await _unless(stop, asyncio.to_thread(load_engine, self._settings, self._clock, tracer))
                 if loaded is not None:
                     await self._serve(*loaded, port, stop)
             finally:
@@ -153,7 +156,9 @@ class Worker:
         )
 
 
-def load_engine(settings: WorkerSettings) -> tuple[Engine, ModelDescription]:
+def load_engine(
+    settings: WorkerSettings, clock: Clock | None = None, tracer: Tracer | None = None
+) -> tuple[Engine, ModelDescription]:
     """Loads and warms up everything that computes; blocks for seconds, or minutes if the model must be fetched."""
     path, name = Path(settings.model), settings.model_name
     if not settings.model:
@@ -181,15 +186,23 @@ def load_engine(settings: WorkerSettings) -> tuple[Engine, ModelDescription]:
     _check_language(runner, model)
     pool = BlockPool(num_blocks)
     digest = keyed_digest(secrets.token_bytes(32))  # nobody outside this process can predict a block's key
-    manager = CacheManager(pool, settings.block_size, digest, prefix_cache=settings.prefix_cache)
+    mode = MODES[settings.scheduling_mode]
+    prefix_cache = settings.prefix_cache and mode.prefix_cache
+    manager = CacheManager(pool, settings.block_size, digest, prefix_cache=prefix_cache)
     bounds = SchedulerConfig(
         max_num_seqs=settings.max_num_seqs,
         max_num_batched_tokens=settings.max_num_batched_tokens,
         max_chunk_tokens=settings.max_num_batched_tokens,
+        step_budget_s=settings.step_budget_ms / 1000,
+        first_chunk_s=settings.first_chunk_ms / 1000,
+        long_after_steps=settings.long_after_steps,
+        gather_s=settings.gather_ms / 1000,
     )
-    scheduler = Scheduler(manager, bounds)
+    scheduler = Scheduler(manager, bounds, mode)
     description = describe(model, settings, num_blocks=pool.num_usable)
-    return Engine(runner, scheduler, manager, description.limits, model.text.eos_token_ids), description
+    now = (clock or SystemClock()).monotonic
+    engine = Engine(runner, scheduler, manager, description.limits, model.text.eos_token_ids, now, tracer)
+    return engine, description
 
 
 def _check_language(runner: ModelRunner, model: LoadedModel) -> None:
@@ -223,6 +236,17 @@ def describe(model: LoadedModel, settings: WorkerSettings, *, num_blocks: int) -
         bos_token=text.bos_token,
         eos_token=text.eos_token,
     )
+
+
+@contextlib.contextmanager
+def _open_trace(path: str) -> Iterator[Tracer | None]:
+    """Records into a file until the end, or not at all if there is no path. Raises OSError if it cannot be written."""
+    if not path:
+        yield None
+        return
+    with contextlib.closing(ChromeTrace(Path(path).open("w", encoding="utf-8"))) as trace:
+        _log.info("steps_recorded", trace=path)
+        yield trace
 
 
 async def _unless(stop: asyncio.Event, work: Awaitable[_T]) -> _T | None:

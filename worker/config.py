@@ -10,6 +10,7 @@ from pydantic import Field, field_validator
 from pydantic_settings import SettingsConfigDict
 
 from common.config import Settings
+from worker.engine.modes import DEFAULT_MODE, MODES
 
 
 def _default_worker_id() -> str:
@@ -44,6 +45,23 @@ class WorkerSettings(Settings):
     max_num_batched_tokens: int = Field(
         512, ge=1, description="tokens in a step at most; more speed up prompts and lengthen the pause between tokens"
     )
+    scheduling_mode: str = Field(
+        DEFAULT_MODE,
+        pattern=f"^({'|'.join(MODES)})$",
+        description="how requests are batched: static and client (a batch comes and goes together; client gathers it "
+        "first), continuous (in and out at every step, longest length reserved), paged (blocks as they grow), full "
+        "(prefixes shared, new requests first, long ones yield)",
+    )
+    step_budget_ms: float = Field(
+        50.0, gt=0, description="a step's length while prompts are computed, mode full; less shortens every pause"
+    )
+    first_chunk_ms: float = Field(
+        100.0, ge=0, description="a new request's wait until long ones make way for it, mode full"
+    )
+    long_after_steps: int = Field(
+        128, ge=1, description="decode steps without a break after which a request yields to new ones, mode full"
+    )
+    gather_ms: float = Field(50.0, ge=0, description="how long the first of a batch waits for others, mode client")
     context_limit: int = Field(
         0, ge=0, description="tokens of prompt and output together; 0: what the model was trained for"
     )
@@ -52,6 +70,11 @@ class WorkerSettings(Settings):
         default_factory=_default_threads, ge=1, description="compute threads; more than cores makes steps slower"
     )
     kernels: str = Field("cpu", description="backend that computes: cpu, or reference (plain torch, slow)")
+    trace: str = Field(
+        "",
+        description="file that every step is recorded in, for chrome://tracing or ui.perfetto.dev; empty: none",
+        validation_alias="TIDEGATE_TRACE",
+    )
     max_loop_age_s: float = Field(
         30.0, gt=0, description="seconds a step may take; then health says NOT_SERVING until it ends"
     )

@@ -17,11 +17,26 @@ def observe_step(metrics: WorkerMetrics, output: StepOutput, duration_s: float) 
     metrics.blocks.labels("swapping").set(stats.swapping_blocks)
     metrics.prefix_hit_tokens.inc(stats.num_hit_tokens)
     metrics.preemptions.inc(stats.num_preemptions)
+    metrics.yielded.inc(stats.num_yielded)
+    metrics.overtakes.inc(stats.num_overtakes)
+    metrics.recomputed_tokens.inc(stats.num_recomputed_tokens)
+    metrics.thrash_ratio.set(stats.thrash_ratio)
     metrics.output_tokens.inc(stats.num_sampled)
     if stats.num_rows:
         metrics.step_time.observe(duration_s)
         metrics.batch_size.observe(stats.num_rows)
         metrics.step_tokens.observe(stats.num_tokens)
+        num_first = len(stats.first_chunk_waits_s)
+        num_further = stats.num_rows - num_first - stats.num_decodes - stats.num_long_decodes
+        for kind, count in (
+            ("first_chunk", num_first),
+            ("further_chunk", num_further),
+            ("decode", stats.num_decodes),
+            ("long_decode", stats.num_long_decodes),
+        ):
+            metrics.rows.labels(kind).inc(count)
+        for wait_s in stats.first_chunk_waits_s:
+            metrics.first_chunk_wait.observe(wait_s)
     for news in output.sessions.values():
         for each in news.outputs:
             if each.finish_reason is not None:

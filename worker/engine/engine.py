@@ -14,6 +14,7 @@ from worker.engine.executor import ExecutionError, Executor, SamplingError
 from worker.engine.outbox import Outbox
 from worker.engine.request import Request
 from worker.engine.scheduler import Scheduler
+from worker.engine.trace import Tracer
 from worker.engine.validation import check_submission
 
 MAX_WAITING = 16
@@ -37,8 +38,10 @@ class Engine:
         limits: ModelLimits,
         eos_token_ids: Iterable[int],
         now: Callable[[], float] | None = None,
+        tracer: Tracer | None = None,
     ) -> None:
         """`now` gives seconds that never go back; without it time stands still, so only token bounds hold.
+        `tracer`, if any, is told of every step.
 
         Raises ValueError if `limits`, which gateways see, promises what pool, scheduler or executor do not hold.
         """
@@ -56,6 +59,7 @@ class Engine:
         self._limits = limits
         self._eos_token_ids = frozenset(eos_token_ids)
         self._now = now or _standing_still
+        self._tracer = tracer
         self._requests: dict[int, dict[tuple[str, int], Request]] = {}  # by session
         self._outbox = Outbox()
         self._num_arrivals = 0
@@ -170,10 +174,14 @@ class Engine:
 
     def step(self) -> StepOutput:
         """Schedules, executes and updates once. Raises what the executor raises when it is broken."""
-        batch = self._scheduler.schedule(self._now())
+        started_s = self._now()
+        batch = self._scheduler.schedule(started_s)
         sampled, error = self._execute(batch)
         self._update(batch, sampled)
-        return self._collect(batch, sampled, error)
+        output = self._collect(batch, sampled, error)
+        if self._tracer is not None and batch.rows:
+            self._tracer.record_step(self._scheduler.step, output.stats, started_s, self._now())
+        return output
 
     def check_integrity(self) -> None:
         """Audits everything: linear in the pool, for tests. Raises IntegrityError with what is wrong."""
@@ -203,7 +211,10 @@ class Engine:
         if len(sampled) != len(batch.rows):
             raise IntegrityError(f"the executor returned {len(sampled)} tokens for {len(batch.rows)} rows")
         self._num_failed_steps = 0
-        self._scheduler.observe(self._now() - started_s)
+        ended_s = self._now()
+        self._scheduler.observe(ended_s - started_s)
+        if self._tracer is not None:
+            self._tracer.record_execution(batch, self._scheduler.levels, started_s, ended_s)
         return sampled, None
 
     def _update(self, batch: Batch, sampled: Sequence[SampledToken | None]) -> None:

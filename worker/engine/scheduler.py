@@ -252,6 +252,8 @@ class Scheduler:
         if victims:
             self._long = [request for request in self._long if request.state is RequestState.RUNNING]
             self.step.num_yielded += len(victims)
+            self.step.num_long -= len(victims)
+            self.step.num_decodes -= len(victims)
             self.memory.begin_step(self.running)
         return True
 
