@@ -129,6 +129,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--block-size", type=int, default=defaults.block_size)
     parser.add_argument("--max-num-seqs", type=int, default=defaults.max_num_seqs)
     parser.add_argument("--max-num-batched-tokens", type=int, default=defaults.max_num_batched_tokens)
+    parser.add_argument("--time-budget", action="store_true", help="bound steps in time as well as in tokens")
     parser.add_argument("--workload", action="append", choices=SUITE, help="only these; default: all")
     return parser.parse_args()
 
@@ -169,7 +170,8 @@ def main() -> None:
     work = {"warm-up": decode_only(1, num_output=8)}
     work |= {name: SUITE[name]() for name in arguments.workload or SUITE}
     for name, requests in work.items():
-        engine, _ = build_engine(model, runner, options)  # an empty prefix cache for each
+        # An empty prefix cache for each.
+        engine, _ = build_engine(model, runner, options, now=time.monotonic if arguments.time_budget else None)
         run = measure(engine, runner, name, requests, options.max_num_seqs)
         if name != "warm-up":
             print(run.describe())

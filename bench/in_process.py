@@ -64,8 +64,12 @@ def build_engine(
     runner: Executor,
     options: EngineOptions,
     make_scheduler: Callable[[CacheManager, SchedulerConfig], Scheduler] = Scheduler,
+    now: Callable[[], float] | None = None,
 ) -> tuple[Engine, CacheManager]:
-    """A fresh engine, with an empty pool and one open session, over a runner that may have served others before."""
+    """A fresh engine, with an empty pool and one open session, over a runner that may have served others before.
+
+    Without a clock, `now`, steps are bounded in tokens only and do not depend on the machine's speed.
+    """
     manager = CacheManager(
         BlockPool(runner.num_blocks), runner.block_size, keyed_digest(b""), prefix_cache=options.prefix_cache
     )
@@ -85,6 +89,6 @@ def build_engine(
         num_blocks=manager.pool.num_usable,
         max_num_seqs=options.max_num_seqs,
     )
-    engine = Engine(runner, scheduler, manager, limits, model.text.eos_token_ids)
+    engine = Engine(runner, scheduler, manager, limits, model.text.eos_token_ids, now)
     engine.open_session(SESSION)
     return engine, manager

@@ -93,12 +93,24 @@ class PreemptingScheduler(Scheduler):
         self._rng = rng
         self._probability = probability
 
-    def schedule(self) -> Batch:
-        batch = super().schedule()
+    def schedule(self, now_s: float = 0.0) -> Batch:
+        batch = super().schedule(now_s)
         victims = [request for request in self.running if self._rng.random() < self._probability]
         for request in victims:
             self.preempt(request)
         return Batch(tuple(row for row in batch.rows if row.request not in victims))
+
+
+def drawn_clock(rng: random.Random) -> Callable[[], float]:
+    """Seconds that advance at random, so that steps bounded in time get chunks of all sizes."""
+    now = 0.0
+
+    def read() -> float:
+        nonlocal now
+        now += rng.uniform(0.0, 0.05)
+        return now
+
+    return read
 
 
 @dataclass(slots=True)
@@ -126,6 +138,7 @@ class Session:
     num_blocks: int | None = None  # None: all that the runner has
     prefix_cache: bool = True
     make_scheduler: Callable[[CacheManager, SchedulerConfig], Scheduler] = Scheduler
+    now: Callable[[], float] | None = None  # None: time stands still, and does not bound steps
 
     def __post_init__(self) -> None:
         runner = self.runners.of(self.block_size)
@@ -138,7 +151,7 @@ class Session:
             max_chunk_tokens=self.chunk,
             prefix_cache=self.prefix_cache,
         )
-        self.engine, self.manager = build_engine(self.runners.model, executor, options, self.make_scheduler)
+        self.engine, self.manager = build_engine(self.runners.model, executor, options, self.make_scheduler, self.now)
         self.peak_running = self.num_preemptions = self.num_recomputed = 0
 
     def run(self, jobs: Sequence[Job]) -> None:
