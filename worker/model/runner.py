@@ -11,6 +11,7 @@ from torch import Tensor
 from common.types import Band, SamplingParams
 from worker.cache.storage import KVLayout, KVStorage
 from worker.engine.batch import Batch, BatchRow, SampledToken
+from worker.engine.executor import SamplingError
 from worker.engine.request import Request
 from worker.kernels import Backend
 from worker.model.config import ModelConfig
@@ -22,7 +23,10 @@ class TokenSampler(Protocol):
     """Chooses one token for each request from its row of logits."""
 
     def sample(self, logits: Tensor, requests: Sequence[Request]) -> list[SampledToken]:
-        """One token for each row of logits, float32 [len(requests), vocab]; the rows are read, not kept."""
+        """One token for each row of logits, float32 [len(requests), vocab]; the rows are read, not kept.
+
+        Raises SamplingError, by row of logits, where there is none.
+        """
         ...
 
 
@@ -79,9 +83,17 @@ class ModelRunner:
     def execute(self, batch: Batch) -> Sequence[SampledToken | None]:
         """See `Executor.execute`."""
         logits = self.compute(batch)
-        requests = [row.request for row in batch.rows if row.samples]
-        sampled = iter(self._sampler.sample(logits, requests) if requests else ())
-        return [next(sampled) if row.samples else None for row in batch.rows]
+        sampling = [index for index, row in enumerate(batch.rows) if row.samples]
+        tokens: list[SampledToken | None] = [None] * len(batch.rows)
+        if not sampling:
+            return tokens
+        try:
+            sampled = self._sampler.sample(logits, [batch.rows[index].request for index in sampling])
+        except SamplingError as error:  # it names rows of logits
+            raise SamplingError({sampling[row]: message for row, message in error.messages.items()}) from error
+        for index, token in zip(sampling, sampled, strict=True):
+            tokens[index] = token
+        return tokens
 
     def compute(self, batch: Batch) -> Tensor:
         """Writes the batch's KV; the logits of the rows that sample, in order, float32 [samples, vocab].

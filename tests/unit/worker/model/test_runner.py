@@ -13,10 +13,11 @@ from torch import Tensor
 from common.types import Band, SamplingParams
 from worker.cache.storage import KVLayout
 from worker.engine.batch import Batch, BatchRow, SampledToken
+from worker.engine.executor import SamplingError
 from worker.engine.request import Request
 from worker.kernels import load_backend
 from worker.model.config import ModelConfig, RopeScaling
-from worker.model.runner import ModelRunner
+from worker.model.runner import ModelRunner, TokenSampler
 
 CONFIG = ModelConfig(
     name="tiny",
@@ -73,7 +74,11 @@ def weights(config: ModelConfig) -> dict[str, Tensor]:
 
 
 def make_runner(
-    config: ModelConfig = CONFIG, backend: str = "cpu", dtype: torch.dtype = torch.float32, block_size: int = 8
+    config: ModelConfig = CONFIG,
+    backend: str = "cpu",
+    dtype: torch.dtype = torch.float32,
+    block_size: int = 8,
+    sampler: TokenSampler | None = None,
 ) -> ModelRunner:
     return ModelRunner(
         config,
@@ -84,7 +89,7 @@ def make_runner(
         block_size=block_size,
         max_num_seqs=8,
         max_num_batched_tokens=256,
-        sampler=Greedy(),
+        sampler=sampler or Greedy(),
         num_threads=2,
     )
 
@@ -172,6 +177,21 @@ def test_execute_samples_only_where_a_row_asks() -> None:
     assert runner.execute(Batch((BatchRow(first, 4),))) == [None]
     assert (first.num_computed, second.num_tokens) == (0, 5)
     assert (runner.block_size, runner.num_blocks) == (8, 160)
+    runner.close()
+
+
+class Refusing:
+    def sample(self, logits: Tensor, requests: Sequence[Request]) -> list[SampledToken]:
+        raise SamplingError({1: "not a number"})
+
+
+def test_a_row_without_a_token_is_named_by_its_place_in_the_batch() -> None:
+    runner = make_runner(sampler=Refusing())
+    requests = [make_request(prompt(9, slot), slot, range(4 * slot, 4 * slot + 4)) for slot in range(3)]
+    rows = [BatchRow(requests[0], 4), BatchRow(requests[1], 9), BatchRow(requests[2], 9)]  # the first only prefills
+    with pytest.raises(SamplingError) as caught:
+        runner.execute(Batch(tuple(rows)))
+    assert caught.value.messages == {2: "not a number"}
     runner.close()
 
 
