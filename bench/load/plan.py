@@ -77,16 +77,15 @@ class Plan:
         the tokens differ from run to run (`run` numbers them), so no run finds another's prompts in a prefix cache.
         Raises PlanError if a trace without arrivals is to be replayed.
         """
-        wanted = self.num_requests
-        if wanted is None and self.duration_s is not None and point.rate is not None:
-            wanted = max(1, round(point.rate * self.duration_s))
+        wanted, limit_s = self.num_requests, self.duration_s
+        if wanted is None and limit_s is not None and point.rate is not None:
+            wanted, limit_s = (
+                max(1, round(point.rate * limit_s)),
+                None,
+            )  # so many arrive in that time, no more and no less
         shapes = self.source(wanted).shapes
         times = self._arrivals(shapes, point)
-        pairs = [
-            (shape, at)
-            for shape, at in zip(shapes, times, strict=True)
-            if self.duration_s is None or at < self.duration_s
-        ]
+        pairs = [(shape, at) for shape, at in zip(shapes, times, strict=True) if limit_s is None or at < limit_s]
         tokens = TokenSource(f"{self.seed}/{run}", self.vocab_size)
         rng = random.Random(f"{self.seed}/origins")
         origins = assign([shape.client for shape, _ in pairs], self.senders, dict(self.bands), rng)

@@ -49,6 +49,7 @@ def test_a_repeat_has_arrivals_of_its_own() -> None:
 def test_a_duration_decides_how_many_arrive() -> None:
     plan = replace(PLAN, num_requests=None, duration_s=10.0, process=Process.CONSTANT)
     assert len(plan.requests(Point(rate=3.0), 0)) == 30
+    assert len(replace(plan, process=Process.POISSON).requests(Point(rate=3.0), 0)) == 30
     both = replace(plan, num_requests=100)
     assert len(both.requests(Point(rate=3.0), 0)) == 30
 
