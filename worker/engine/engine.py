@@ -18,7 +18,7 @@ from worker.engine.trace import Tracer
 from worker.engine.validation import check_submission
 
 MAX_WAITING = 16
-"""Requests taken beyond the free slots. More would be parked here, where the fleet's queue cannot reorder them."""
+"""Requests taken beyond the slots. More would be parked here, where the fleet's queue cannot reorder them."""
 
 MAX_FAILED_STEPS = 3
 """Steps that fail one after the other before the executor counts as broken."""
@@ -39,9 +39,10 @@ class Engine:
         eos_token_ids: Iterable[int],
         now: Callable[[], float] | None = None,
         tracer: Tracer | None = None,
+        max_waiting: int = MAX_WAITING,
     ) -> None:
         """`now` gives seconds that never go back; without it time stands still, so only token bounds hold.
-        `tracer`, if any, is told of every step.
+        `tracer`, if any, is told of every step; `max_waiting` requests are taken beyond the slots.
 
         Raises ValueError if `limits`, which gateways see, promises what pool, scheduler or executor do not hold.
         """
@@ -60,6 +61,7 @@ class Engine:
         self._eos_token_ids = frozenset(eos_token_ids)
         self._now = now or _standing_still
         self._tracer = tracer
+        self._max_requests = limits.max_num_seqs + max_waiting
         self._requests: dict[int, dict[tuple[str, int], Request]] = {}  # by session
         self._outbox = Outbox()
         self._num_arrivals = 0
@@ -116,9 +118,8 @@ class Engine:
         if self._draining:
             raise UnavailableError("the worker is draining and takes no new request", reason=Reason.DRAINING)
         check_submission(self._limits, prompt_token_ids, output_token_ids, sampling)
-        room = self._limits.max_num_seqs + MAX_WAITING
-        if self.num_requests >= room:
-            message = f"the worker has {self.num_requests} requests and takes at most {room}"
+        if self.num_requests >= self._max_requests:
+            message = f"the worker has {self.num_requests} requests and takes at most {self._max_requests}"
             raise LimitExceededError(message, reason=Reason.NO_CREDIT)
         self._num_arrivals += 1
         request = Request(
@@ -273,8 +274,7 @@ class Engine:
         """What gateways may count on: with long requests that make way, no more than the waiting list takes."""
         if self._draining:
             return 0
-        room = self._limits.max_num_seqs + MAX_WAITING - self.num_requests
-        return min(self._scheduler.num_open_slots, max(0, room))
+        return min(self._scheduler.num_open_slots, max(0, self._max_requests - self.num_requests))
 
     def _fail(self, requests: list[Request], message: str) -> None:
         """Tells requests that they failed, and ends them."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from bisect import insort
 from collections.abc import Iterable
-from math import ceil
 
 from worker.engine.request import Request
 
@@ -32,7 +31,7 @@ class OutputForecast:
 
 def num_expected(request: Request, share: float) -> int:
     """Tokens that a request is expected to generate yet, at least 1."""
-    return max(1, ceil(share * request.num_remaining))
+    return int(share * (request.max_total_tokens - len(request.token_ids))) + 1
 
 
 class MemoryForecast:

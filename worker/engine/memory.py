@@ -144,19 +144,18 @@ class LookAhead(_Planned):
 
     def _forecast_of_all(self) -> MemoryForecast:
         if self._forecast is None:
-            self._forecast = MemoryForecast(map(self._load, self._running))
-            self._capacity = (self._manager.pool.num_usable - self._num_shared_blocks()) * self._manager.block_size
+            loads = [self._load(request) for request in self._running]
+            self._forecast = MemoryForecast(loads)
+            # Blocks that nobody took for itself, or whoever did has ended, stay for as long as anybody is there.
+            manager = self._manager
+            num_shared = manager.counts.referenced - sum(held for _, held in loads) // manager.block_size
+            self._capacity = (manager.pool.num_usable - max(0, num_shared)) * manager.block_size
         return self._forecast
 
     def _load(self, request: Request) -> tuple[int, int]:
         """Remaining tokens, and the tokens in the blocks that it took for itself."""
         held = (len(request.block_ids) - request.num_shared_blocks) * self._manager.block_size
         return num_expected(request, self._share), held
-
-    def _num_shared_blocks(self) -> int:
-        """Blocks that nobody took for itself, or whoever did has ended; they stay for as long as anybody is there."""
-        own = sum(len(request.block_ids) - request.num_shared_blocks for request in self._running)
-        return max(0, self._manager.counts.referenced - own)
 
     def _headroom(self, request: Request, num_others: int) -> int:
         """Blocks that stay free after an admission. A lone request needs none: waiting for more could last for ever."""

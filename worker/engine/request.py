@@ -65,11 +65,6 @@ class Request:
         """Tokens generated so far, by this and earlier attempts."""
         return len(self.token_ids) - self.num_prompt_tokens
 
-    @property
-    def num_remaining(self) -> int:
-        """Tokens that it may still generate."""
-        return self.max_total_tokens - len(self.token_ids)
-
     def __repr__(self) -> str:
         return (
             f"Request({self.request_id!r}, attempt={self.attempt}, {self.state.value}, computed {self.num_computed} of "
