@@ -214,8 +214,9 @@ class Dispatcher:
             self.kick()
             return
 
-    def _lose(self, live: LiveRequest, claim: Claim, cause: str) -> None:
-        live.num_losses += 1
+    def _resume(self, live: LiveRequest, claim: Claim, cause: str, *, is_loss: bool) -> None:
+        """Its worker does not go on with it: another one does. Losses are bounded; what a drain hands back is none."""
+        live.num_losses += is_loss
         if live.num_losses >= self._settings.max_attempts or live.is_unknown_to_queue:
             live.claim = None
             message = f"the worker was lost {live.num_losses} times; no further attempt is made"
@@ -233,7 +234,9 @@ class Dispatcher:
             return
         if event.finish_reason is FinishReason.CANCELLED and live.claim is not None:
             # Nobody here asked for it: the worker gave the request up, e.g. at the end of its drain.
-            self._lose(live, live.claim, "given_up")
+            session = self._fleet.session(worker_id, live.claim.worker_epoch)
+            is_draining = session is not None and session.state is WorkerState.DRAINING
+            self._resume(live, live.claim, "given_up", is_loss=not is_draining)
             return
         now = self._clock.monotonic()
         if event.token_ids and live.last_token_at is not None:
@@ -284,7 +287,8 @@ class Dispatcher:
             claim = live.claim
             is_there = claim is not None and (claim.worker_id, claim.worker_epoch) == (worker_id, epoch)
             if claim is not None and is_there and not live.lifecycle.is_ended:
-                self._lose(live, claim, "worker_lost" if state is WorkerState.LOST else "worker_closed")
+                is_loss = state is WorkerState.LOST
+                self._resume(live, claim, "worker_lost" if is_loss else "worker_closed", is_loss=is_loss)
         self._background.spawn(self._forget_worker(worker_id, epoch), "forget_worker")
 
     async def _forget_worker(self, worker_id: str, epoch: int) -> None:

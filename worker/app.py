@@ -111,7 +111,7 @@ class Worker:
             await loop.stop()
 
     async def _drain(self, loop: EngineLoop, announcer: Announcer) -> None:
-        """Lets accepted requests finish within drain_s; what is left then is lost to its gateways, which requeue it."""
+        """Lets accepted requests finish within drain_s; what is left then is handed back to its gateways."""
         _log.info("worker_draining", drain_s=self._settings.drain_s)
         await self._server.enter_drain()
         self._spawn(announcer.say_draining())
@@ -120,6 +120,9 @@ class Worker:
                 await asyncio.gather(loop.drain(), self._service.drain())
         except TimeoutError:
             _log.warning("drain_timed_out", drain_s=self._settings.drain_s)
+            with contextlib.suppress(TimeoutError):  # of a gateway that does not read: to it this worker is lost
+                async with asyncio.timeout(GOODBYE_GRACE_S):
+                    await self._service.hand_back()
 
     def _on_output(self, output: StepOutput, duration_s: float) -> None:
         self._service.on_step(output)

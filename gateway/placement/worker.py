@@ -90,7 +90,10 @@ class SessionListener(Protocol):
         ...
 
     def on_end(self, worker_id: str, epoch: int, state: WorkerState) -> None:
-        """The session is over (CLOSED after a goodbye, else LOST): none of its requests will get another event."""
+        """The session is over: none of its requests will get another event.
+
+        CLOSED after a goodbye, or when a draining worker has ended it; else LOST.
+        """
         ...
 
 

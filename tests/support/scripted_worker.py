@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import json
+import sys
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -308,3 +309,16 @@ class _Service(worker_pb2_grpc.WorkerServicer):
             elif command.HasField("abort"):
                 await self._worker.stop_request(session, command.abort)
         session.events.put_nowait(None)
+
+
+async def _serve_for_ever(worker: ScriptedWorker) -> None:
+    await worker.start()
+    print(worker.port, flush=True)
+    await asyncio.Event().wait()
+
+
+if __name__ == "__main__":  # a process that can be stopped and killed: fields as JSON, `spell` for a script
+    fields = json.loads(sys.argv[1])
+    if "spell" in fields:
+        fields["script"] = spell(fields.pop("spell"))
+    asyncio.run(_serve_for_ever(ScriptedWorker(**fields)))

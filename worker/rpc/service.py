@@ -74,6 +74,12 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
             session.drain()
         await self._is_empty.wait()
 
+    async def hand_back(self) -> None:
+        """The drain has lasted long enough: gives what still runs back to its gateways, and returns when they know."""
+        for session in self._sessions.values():
+            session.hand_back()
+        await self._is_empty.wait()
+
     async def Describe(
         self, request: worker_pb2.DescribeRequest, context: Any
     ) -> AsyncIterator[worker_pb2.DescribeResponse]:

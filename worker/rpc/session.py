@@ -103,6 +103,10 @@ class GatewaySession:
             self._is_draining = True
             self._say_goodbye_if_done()
 
+    def hand_back(self) -> None:
+        """Says goodbye although requests are left: their gateway goes on with them elsewhere."""
+        self._mailbox.put_goodbye(types_pb2.REASON_DRAINING)
+
     def fail(self) -> None:
         """Makes `failure` raise: nothing more can come."""
         self._is_failed.set()

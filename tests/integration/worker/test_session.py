@@ -226,6 +226,24 @@ async def test_drain_finishes_what_runs_refuses_the_rest_and_says_goodbye() -> N
         assert await end_of(late) is grpc.StatusCode.UNAVAILABLE
 
 
+async def test_a_drain_that_has_lasted_long_enough_hands_back_what_runs() -> None:
+    async with WorkerRig().running() as rig, grpc.aio.insecure_channel(rig.address) as channel:
+        gateway = Gateway(channel)
+        await gateway.open("g1")
+        rig.executor.gate.clear()
+        await gateway.submit("acme/1", PROMPT, max_tokens=30)
+        await until(lambda: rig.engine.num_requests == 1)
+        draining = asyncio.create_task(rig.service.drain())
+        await asyncio.wait_for(rig.service.hand_back(), WAIT_S)
+        while (event := await gateway.read()) is not None:
+            last = event
+        assert last.goodbye.reason == types_pb2.REASON_DRAINING
+        assert await end_of(gateway.call) is grpc.StatusCode.OK
+        await asyncio.wait_for(draining, WAIT_S)
+        rig.executor.gate.set()
+        await until(lambda: not rig.engine.num_requests)
+
+
 async def test_a_gateway_can_drain_its_own_session() -> None:
     async with WorkerRig().running() as rig, grpc.aio.insecure_channel(rig.address) as channel:
         gateway, other = Gateway(channel), Gateway(channel)
