@@ -78,7 +78,8 @@ class ThreeLevels:
         return now_s + self._config.step_budget_s > request.arrived_s + self._config.first_chunk_s
 
     def share(self, unfinished: Sequence[Request], budget: Budget) -> list[Chunk]:
-        """Every first chunk gets the minimum, earliest deadline first; then everybody more, first come first served.
+        """Every first chunk gets the minimum, earliest deadline first; then every further one, so that no long prompt
+        keeps short ones from their end; then everybody more, first come first served.
 
         The deadline is the arrival plus a constant, so its order is that of arrival.
         """
@@ -89,6 +90,7 @@ class ThreeLevels:
         chunks: dict[int, Chunk] = {}
         most = min(smallest, self._config.max_chunk_tokens)
         _extend(chunks, fresh, budget, most, smallest)
+        _extend(chunks, unfinished, budget, most, smallest)
         _extend(chunks, unfinished, budget, self._config.max_chunk_tokens, smallest)
         return list(chunks.values())
 

@@ -218,6 +218,7 @@ class Scheduler:
         if self.step.preempted:
             self.step.is_blocked = True
             return []
+        smallest_chunk = (self.config.min_chunk_tokens + 1) // 2
         self.memory.begin_step(self.running)
         admitted: list[Request] = []
         blocked: Request | None = None  # waits for memory
@@ -229,7 +230,7 @@ class Scheduler:
             if self._make_way(request, now_s, blocked) and self.memory.admit(request):
                 self._enter(request)
                 admitted.append(request)
-                num_tokens -= min(request.num_tokens - request.num_computed, self.config.min_chunk_tokens)
+                num_tokens -= min(request.num_tokens - request.num_computed, smallest_chunk)
                 if blocked is not None:
                     blocked.num_overtaken += 1
                     self.step.num_overtakes += 1

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,6 +11,7 @@ from tests.support.fake_executor import FakeExecutor, generate
 from worker.cache.block import keyed_digest
 from worker.cache.manager import CacheManager
 from worker.cache.pool import BlockPool
+from worker.engine.batch import Batch, SampledToken
 from worker.engine.engine import Engine
 from worker.engine.events import RequestRejected, StepStats
 from worker.engine.modes import DEFAULT_MODE, MODES
@@ -67,10 +68,19 @@ class EngineRig:
         limits = ModelLimits("fake", context_length, VOCAB_SIZE, block_size, num_blocks, max_num_seqs)
         self.engine = Engine(self.executor, self.scheduler, self.manager, limits, eos_token_ids, lambda: self.now_s)
         self.engine.open_session(SESSION)
+        self.cost_s: Callable[[Batch], float] = lambda batch: 0.0
+        self._execute = self.executor.execute
+        self.executor.execute = self._take_time  # type: ignore[method-assign]
         self.records: dict[Name, Record] = {}
         self.usage: dict[int, BlockUsage] = {}
         self.accounted: dict[int, list[ClaimRef]] = {}
         self.stats: list[StepStats] = []
+
+    def _take_time(self, batch: Batch) -> list[SampledToken | None]:
+        """Executes, and lets the clock go on by what that costs."""
+        sampled = self._execute(batch)
+        self.now_s += self.cost_s(batch)
+        return sampled
 
     def submit(
         self,
@@ -113,10 +123,11 @@ class EngineRig:
         return output.stats
 
     def run(self, max_steps: int = 2000) -> None:
-        """Steps until there is nothing left to do."""
+        """Steps until there is nothing left to do; the clock goes on where requests only gather."""
         for _ in range(max_steps):
             if not self.engine.has_work:
                 return
+            self.now_s += self.engine.pause_s
             self.step()
         raise AssertionError(
             f"still busy after {max_steps} steps: {self.scheduler.running} {list(self.scheduler.waiting)}"
