@@ -10,10 +10,10 @@ from contextlib import aclosing, contextmanager
 from enum import StrEnum
 from typing import Annotated, TypeVar
 
-import grpc
 import typer
 
 from client.client import Client
+from client.connection import TLS_FILES, TlsFiles, connect
 from client.conversation import Conversation, talk
 from client.errors import ClientError
 from client.terminal import note, note_error, note_finished, write_answer, write_models
@@ -51,6 +51,14 @@ ApiKey = Annotated[
     str, typer.Option("--api-key", "-k", envvar="TIDEGATE_API_KEY", help="The tenant's key.", show_default=False)
 ]
 Tls = Annotated[bool, typer.Option("--tls", help="Connect with TLS, trusting the system's authorities.")]
+TlsCa = Annotated[
+    str, typer.Option(envvar="TIDEGATE_TLS_CA", help="Connect with TLS, trusting the authorities of this PEM file.")
+]
+TlsCert = Annotated[str, typer.Option(envvar="TIDEGATE_TLS_CERT", help="PEM file of a certificate to show (mTLS).")]
+TlsKey = Annotated[str, typer.Option(envvar="TIDEGATE_TLS_KEY", help="PEM file of its private key.")]
+TlsName = Annotated[
+    str, typer.Option(envvar="TIDEGATE_TLS_NAME", help="Name in the server's certificate, if not the address's host.")
+]
 TimeoutS = Annotated[float | None, typer.Option("--timeout", min=0.001, help="Seconds for the whole call.")]
 ModelName = Annotated[str, typer.Option("--model", "-m", help="The model; the deployment's default if left out.")]
 BandOption = Annotated[
@@ -70,6 +78,16 @@ Seed = Annotated[int | None, typer.Option(min=0, max=2**64 - 1, help="The same s
 Stop = Annotated[list[str] | None, typer.Option(help="Ends the answer before this text; may be given up to 16 times.")]
 
 DEFAULT_ADDRESS = "127.0.0.1:50051"
+
+
+@app.callback()
+def _connection(
+    tls_ca: TlsCa = "",
+    tls_cert: TlsCert = "",
+    tls_key: TlsKey = "",
+    tls_name: TlsName = "",
+) -> None:
+    TLS_FILES.set(TlsFiles(tls_ca, tls_cert, tls_key, tls_name))
 
 
 @app.command()
@@ -113,7 +131,7 @@ def chat(
         stop=stop or (),
     )
     with _failures(), asyncio.Runner() as runner:
-        client = runner.run(_open(address, api_key, tls))
+        client = runner.run(connect(address, api_key, tls))
         conversation = Conversation(client, sampling, model, _band(band), timeout, system)
         try:
             if prompt is None:
@@ -233,17 +251,9 @@ def _band(name: BandName | None) -> Band | None:
     return None if name is None else Band[name.name]
 
 
-async def _open(address: str, api_key: str, tls: bool) -> Client:
-    # In the event loop: a channel belongs to the loop that it is made in.
-    try:
-        return Client(address, api_key, credentials=grpc.ssl_channel_credentials() if tls else None)
-    except ValueError as error:
-        raise typer.BadParameter(str(error)) from error
-
-
 def _run(address: str, api_key: str, tls: bool, call: Callable[[Client], Awaitable[_T]]) -> _T:
     async def run() -> _T:
-        async with await _open(address, api_key, tls) as client:
+        async with await connect(address, api_key, tls) as client:
             return await call(client)
 
     with _failures():

@@ -34,10 +34,15 @@ class ClientOptions:
     keepalive_timeout_s: float = 20.0  # without an answer for so long the connection is given up
     max_retries: int = 0  # of a refused call; only where the server names a wait and nothing was received yet
     max_retry_wait_s: float = 30.0  # a longer wait is the caller's decision
+    server_name: str = ""  # that the server's certificate must carry; empty: the address's host
 
     def to_grpc(self) -> list[tuple[str, int | str]]:
         """Channel arguments."""
+        name: list[tuple[str, int | str]] = []
+        if self.server_name:
+            name.append(("grpc.ssl_target_name_override", self.server_name))
         return [
+            *name,
             ("grpc.max_receive_message_length", self.max_message_bytes),
             ("grpc.max_send_message_length", self.max_message_bytes),
             ("grpc.keepalive_time_ms", round(self.keepalive_time_s * 1000)),

@@ -19,6 +19,7 @@ from common.clock import Clock, SystemClock
 from common.default_model import DEFAULT_MODEL, ensure_default_model
 from common.metrics import MetricsServer, WorkerMetrics
 from common.rpc.server import RpcServer, ServerOptions
+from common.rpc.tls import fleet_dialling, server_credentials
 from common.types import ModelDescription, ModelLimits
 from worker.cache.block import keyed_digest
 from worker.cache.manager import CacheManager
@@ -68,6 +69,8 @@ class Worker:
         fleet_key = FleetKey(settings.fleet_key)
         self._service = WorkerService(self._identity, fleet_key, self._metrics.sessions.set)
         options = ServerOptions(settings.max_receive_message_bytes, settings.max_send_message_bytes)
+        self._credentials = server_credentials(settings)
+        self._dialling = fleet_dialling(settings)
         self._server = RpcServer(options, self._clock, {SERVICE_NAME: fleet_key.authenticate})
         self._server.add(SERVICE_NAME, register, self._service)
         self._background: set[asyncio.Task[Any]] = set()
@@ -80,7 +83,7 @@ class Worker:
             if self._settings.metrics_listen:
                 metrics = stack.enter_context(MetricsServer(self._settings.metrics_listen, self._registry))
                 _log.info("metrics_listening", port=metrics.port)
-            port = await self._server.start(self._settings.listen)
+            port = await self._server.start(self._settings.listen, self._credentials)
             _log.info("worker_listening", listen=self._settings.listen, port=port, epoch=self._identity.epoch)
             try:
                 tracer = stack.enter_context(_open_trace(self._settings.trace))
@@ -155,6 +158,7 @@ class Worker:
             address=settings.advertise or f"{'' if is_any else host}:{port}",
             model=model,
             fleet_key=settings.fleet_key,
+            dialling=self._dialling,
             random=random.Random(),
         )
 

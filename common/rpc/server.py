@@ -19,6 +19,7 @@ _log = structlog.get_logger(__name__)
 
 HEALTH_SERVICE = health.SERVICE_NAME
 _WATCHERS_S = 2.0
+_LOOPBACK = frozenset({"127.0.0.1", "[::1]", "localhost", "unix"})
 
 
 class ListenError(OSError):
@@ -84,18 +85,26 @@ class RpcServer:
         register(servicer, self._server)
         self._names.append(service_name)
 
-    async def start(self, listen: str) -> int:
-        """Listens at host:port and returns the port (port 0 picks a free one). Raises ListenError if it is taken."""
+    async def start(self, listen: str, credentials: grpc.ServerCredentials | None = None) -> int:
+        """Listens at host:port, with TLS if there are credentials, and returns the port (port 0 picks a free one).
+
+        Raises ListenError if it is taken.
+        """
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         names = [*self._names, HEALTH_SERVICE, reflection.SERVICE_NAME]
         reflection.enable_server_reflection(names, self._server)
         await self.set_serving(["", *self._names], is_serving=False)
         await self._health.set(HEALTH_SERVICE, health_pb2.HealthCheckResponse.SERVING)
         try:
-            port = self._server.add_insecure_port(listen)
+            if credentials is None:
+                port = self._server.add_insecure_port(listen)
+            else:
+                port = self._server.add_secure_port(listen, credentials)
         except RuntimeError as error:  # all that the library says
             raise ListenError(f"cannot listen at {listen}") from error
         await self._server.start()
+        if credentials is None and listen.rpartition(":")[0] not in _LOOPBACK:
+            _log.warning("listening_in_plain_text", listen=listen)
         return port
 
     async def set_serving(self, names: Sequence[str], *, is_serving: bool) -> None:

@@ -13,6 +13,7 @@ import structlog
 
 from common.clock import Clock
 from common.errors import UnavailableError
+from common.rpc.tls import Dialling
 from common.types import ModelDescription
 from gateway.background import Background
 from gateway.placement.model import ServedModel
@@ -43,6 +44,7 @@ class WorkerDialer:
         settings: SessionSettings,
         *,
         poll_s: float,
+        dialling: Dialling,
         channel_options: Sequence[tuple[str, int]],
         random: Random,
     ) -> None:
@@ -55,6 +57,7 @@ class WorkerDialer:
         self._clock = clock
         self._settings = settings
         self._poll_s = poll_s
+        self._tls = dialling
         self._channel_options = [
             *channel_options,
             ("grpc.initial_reconnect_backoff_ms", 100),
@@ -101,22 +104,21 @@ class WorkerDialer:
         structlog.contextvars.bind_contextvars(address=address)
         retry_s, is_reported = _MIN_RETRY_S, False
         try:
-            while address in self._wanted:
-                started = self._clock.monotonic()
-                try:
-                    # A new connection each time: one that swallows everything would still look like an open one.
-                    async with grpc.aio.insecure_channel(address, options=self._channel_options) as channel:
+            async with self._tls.channel(address, self._channel_options) as channel:
+                while address in self._wanted:
+                    started = self._clock.monotonic()
+                    try:
                         await self._serve(address, channel)
-                except SessionFailedError as error:
-                    if not is_reported:
-                        _log.warning("worker_unreachable", error=str(error))
-                    is_reported = True
-                else:
-                    is_reported = False
-                if self._clock.monotonic() - started > _MAX_RETRY_S:
-                    retry_s = _MIN_RETRY_S
-                await asyncio.sleep(retry_s * self._random.uniform(0.5, 1.0))
-                retry_s = min(2 * retry_s, _MAX_RETRY_S)
+                    except SessionFailedError as error:
+                        if not is_reported:
+                            _log.warning("worker_unreachable", error=str(error))
+                        is_reported = True
+                    else:
+                        is_reported = False
+                    if self._clock.monotonic() - started > _MAX_RETRY_S:
+                        retry_s = _MIN_RETRY_S
+                    await asyncio.sleep(retry_s * self._random.uniform(0.5, 1.0))
+                    retry_s = min(2 * retry_s, _MAX_RETRY_S)
         finally:
             self._dialling.discard(address)
 

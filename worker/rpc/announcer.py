@@ -11,6 +11,7 @@ import grpc
 import structlog
 
 from common.rpc.fleet_key import fleet_metadata
+from common.rpc.tls import PLAIN_TEXT, Dialling
 from protos.inference.v1 import fleet_pb2, fleet_pb2_grpc
 from worker.rpc.identity import Identity
 
@@ -33,6 +34,7 @@ class Announcer:
         model: str,
         fleet_key: str,
         random: Random,
+        dialling: Dialling = PLAIN_TEXT,
     ) -> None:
         """`address` is where gateways dial this worker; without a host (`:port`), each is told the host it sees.
 
@@ -44,6 +46,7 @@ class Announcer:
         )
         self._metadata = fleet_metadata(fleet_key)
         self._random = random
+        self._dialling = dialling
 
     async def run(self) -> None:
         """Announces until cancelled."""
@@ -57,7 +60,7 @@ class Announcer:
         await asyncio.gather(*(self._say_draining_to(gateway) for gateway in self._gateways))
 
     async def _say_draining_to(self, gateway: str) -> None:
-        async with _channel(gateway) as channel:
+        async with self._channel(gateway) as channel:
             try:
                 await self._announce_once(channel, gateway)
             except (grpc.aio.AioRpcError, OSError) as error:
@@ -65,7 +68,7 @@ class Announcer:
 
     async def _announce_to(self, gateway: str) -> None:
         is_known, retry_s = False, MIN_RETRY_S
-        async with _channel(gateway) as channel:
+        async with self._channel(gateway) as channel:
             while True:
                 try:
                     ttl_s = await self._announce_once(channel, gateway)
@@ -92,11 +95,10 @@ class Announcer:
         )
         return answer.ttl_s
 
-
-def _channel(gateway: str) -> grpc.aio.Channel:
-    # A gateway that is not up yet is tried again soon, not after gRPC's usual minutes.
-    options = [("grpc.initial_reconnect_backoff_ms", 200), ("grpc.max_reconnect_backoff_ms", 3000)]
-    return grpc.aio.insecure_channel(gateway, options=options)
+    def _channel(self, gateway: str) -> grpc.aio.Channel:
+        # A gateway that is not up yet is tried again soon, not after gRPC's usual minutes.
+        options = [("grpc.initial_reconnect_backoff_ms", 200), ("grpc.max_reconnect_backoff_ms", 3000)]
+        return self._dialling.channel(gateway, options)
 
 
 def _cause(error: grpc.aio.AioRpcError | OSError) -> str:
