@@ -104,21 +104,22 @@ class WorkerDialer:
         structlog.contextvars.bind_contextvars(address=address)
         retry_s, is_reported = _MIN_RETRY_S, False
         try:
-            async with self._tls.channel(address, self._channel_options) as channel:
-                while address in self._wanted:
-                    started = self._clock.monotonic()
-                    try:
+            while address in self._wanted:
+                started = self._clock.monotonic()
+                try:
+                    # A new connection each time: one that swallows everything would still look like an open one.
+                    async with self._tls.channel(address, self._channel_options) as channel:
                         await self._serve(address, channel)
-                    except SessionFailedError as error:
-                        if not is_reported:
-                            _log.warning("worker_unreachable", error=str(error))
-                        is_reported = True
-                    else:
-                        is_reported = False
-                    if self._clock.monotonic() - started > _MAX_RETRY_S:
-                        retry_s = _MIN_RETRY_S
-                    await asyncio.sleep(retry_s * self._random.uniform(0.5, 1.0))
-                    retry_s = min(2 * retry_s, _MAX_RETRY_S)
+                except SessionFailedError as error:
+                    if not is_reported:
+                        _log.warning("worker_unreachable", error=str(error))
+                    is_reported = True
+                else:
+                    is_reported = False
+                if self._clock.monotonic() - started > _MAX_RETRY_S:
+                    retry_s = _MIN_RETRY_S
+                await asyncio.sleep(retry_s * self._random.uniform(0.5, 1.0))
+                retry_s = min(2 * retry_s, _MAX_RETRY_S)
         finally:
             self._dialling.discard(address)
 
