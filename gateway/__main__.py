@@ -17,13 +17,16 @@ from common.log import setup_logging
 from gateway.app import GatewayApp
 from gateway.config import GatewaySettings
 from gateway.tenants import TenantsFileError, load_tenants
+from gateway.tenants_watch import TenantsWatch
 
 _log = structlog.get_logger(__name__)
 
 
 async def serve(settings: GatewaySettings, url: str) -> None:
     """Runs a gateway on the store at `url` until a signal; a second one ends the drain at once."""
-    app = GatewayApp(settings, load_tenants(settings.tenants_file), url)
+    tenants = load_tenants(settings.tenants_file)
+    app = GatewayApp(settings, tenants, url)
+    watching = asyncio.create_task(TenantsWatch(settings.tenants_file, tenants).run())
     stopping = asyncio.Event()
     hurry = asyncio.Event()
 
@@ -36,6 +39,7 @@ async def serve(settings: GatewaySettings, url: str) -> None:
     await app.start()
     await stopping.wait()
     _log.info("gateway_draining", drain_s=settings.drain_s)
+    watching.cancel()
     draining = asyncio.create_task(app.stop())
     hurrying = asyncio.create_task(hurry.wait())
     await asyncio.wait([draining, hurrying], return_when=asyncio.FIRST_COMPLETED)

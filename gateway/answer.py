@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from common.types import FinishReason, PositionLogprobs, Usage
+from gateway.admission.limits import Remaining
 from gateway.lifecycle import Outcome, finished
 from gateway.live import LiveRequest, ReadyRequest
 from gateway.mailbox import Delivery
@@ -20,6 +21,7 @@ class Accepted:
     """The request is in the queue."""
 
     request: ReadyRequest
+    remaining: Remaining  # of the tenant's limits
 
 
 @dataclass(frozen=True, slots=True)

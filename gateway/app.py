@@ -16,9 +16,7 @@ from common.errors import UnavailableError
 from common.metrics import GatewayMetrics, MetricsServer
 from common.rpc.fleet_key import fleet_authenticator
 from common.rpc.server import RpcServer, ServerOptions
-from common.rpc.tls import fleet_dialling, server_credentials
 from gateway.admission.drain_rate import DrainRate
-from gateway.admission.limiter import Unlimited
 from gateway.background import Background
 from gateway.config import GatewaySettings
 from gateway.dispatcher import Dispatcher, DispatcherSettings
@@ -29,7 +27,8 @@ from gateway.prompts import PromptReader
 from gateway.rpc import fleet_service, inference_service
 from gateway.rpc.dialer import WorkerDialer
 from gateway.rpc.worker_session import SessionSettings
-from gateway.store.redis_queue import RedisQueue
+from gateway.store.redis_limiter import RedisLimiter
+from gateway.store.redis_queue import QueueSettings, RedisQueue
 from gateway.store_health import StoreHealth
 from gateway.tenants import Tenants
 
@@ -63,7 +62,10 @@ class GatewayApp:
         self._background = Background(self._on_crash)
         self._store = StoreHealth(metrics, self._changed.set)
         self.fleet = Fleet(clock.monotonic, settings.default_model, self._changed.set)
-        self.queue = RedisQueue(redis_url, pool=settings.pool, gateway_id=self.gateway_id)
+        self.queue = RedisQueue(
+            redis_url, pool=settings.pool, gateway_id=self.gateway_id, settings=_queue_settings(settings)
+        )
+        self._limiter = RedisLimiter(redis_url, pool=settings.pool, clock=clock, uniform=random.uniform)
         drain_rate = DrainRate(random.uniform)
         self.dispatcher = Dispatcher(
             self.queue,
@@ -78,6 +80,7 @@ class GatewayApp:
         self._housekeeper = Housekeeper(
             self.dispatcher,
             self.queue,
+            self._limiter,
             self.fleet,
             self._store,
             metrics,
@@ -88,7 +91,7 @@ class GatewayApp:
         self._prompts = PromptReader(settings.tokenizer_threads)
         self._handler = Handler(
             self.queue,
-            Unlimited(),
+            self._limiter,
             self.fleet,
             self.dispatcher,
             self._prompts,
@@ -110,14 +113,12 @@ class GatewayApp:
             clock,
             _session_settings(settings, self.gateway_id),
             poll_s=settings.worker_poll_s,
-            dialling=fleet_dialling(settings),
             channel_options=[
                 ("grpc.max_receive_message_length", settings.max_receive_message_bytes),
                 ("grpc.max_send_message_length", settings.max_send_message_bytes),
             ],
             random=random,
         )
-        self._credentials = server_credentials(settings)
         self._server = RpcServer(
             _server_options(settings),
             clock,
@@ -149,7 +150,7 @@ class GatewayApp:
         settings = self._settings
         if settings.metrics_listen:
             self._metrics_server = MetricsServer(settings.metrics_listen, self._registry)
-        self.port = await self._server.start(settings.listen, self._credentials)
+        self.port = await self._server.start(settings.listen)
         self._background.run(self._health_loop, "health")
         self.dispatcher.start()
         self._housekeeper.start(self._background)
@@ -166,6 +167,7 @@ class GatewayApp:
         self._prompts.close()
         if self._metrics_server is not None:
             await asyncio.to_thread(self._metrics_server.close)
+        await self._limiter.close()
         try:
             await self.queue.close()
         except UnavailableError as error:  # others reap what is left there
@@ -210,6 +212,12 @@ def _server_options(settings: GatewaySettings) -> ServerOptions:
         max_send_message_bytes=settings.max_send_message_bytes,
         min_ping_interval_s=settings.min_ping_interval_s,
         max_connection_age_s=settings.max_connection_age_s,
+    )
+
+
+def _queue_settings(settings: GatewaySettings) -> QueueSettings:
+    return QueueSettings(
+        normal_share=settings.normal_share, low_share=settings.low_share, long_wait_s=settings.long_wait_s
     )
 
 

@@ -28,7 +28,8 @@ class GatewaySettings(Settings):
     pool: str = Field("default", pattern=r"^[a-z0-9][a-z0-9_-]{0,63}$", description="fleet whose queue is served")
     gateway_id: str = Field("", pattern=r"^[A-Za-z0-9._-]{0,64}$", description="unique in the fleet; empty: chosen")
     tenants_file: Path = Field(
-        Path("tenants.json"), description="JSON file of tenants: id, key_sha256, band; read at the start"
+        Path("tenants.json"),
+        description="JSON file of tenants: id, key_sha256, band, weight, limits; read at the start and when it changes",
     )
     workers: str = Field("", description="comma-separated host:port of workers to dial besides the announced ones")
     default_model: str = Field("", description="answers requests that name no model; empty: the only model there is")
@@ -41,6 +42,13 @@ class GatewaySettings(Settings):
     )
     max_queue_length: int = Field(
         10_000, ge=1, description="waiting requests of one band; more are refused: QUEUE_FULL"
+    )
+    normal_share: float = Field(
+        0.1, ge=0, le=0.5, description="least share of served tokens of the normal band while a higher one waits too"
+    )
+    low_share: float = Field(0.05, ge=0, le=0.4, description="the same for the low band")
+    long_wait_s: float = Field(
+        30.0, ge=0, description="seconds after which a request's turn may come by its wait alone, one claim in 16"
     )
     max_attempts: int = Field(3, ge=1, description="workers that a request may lose before it fails with WORKER_LOST")
     credit_output_tokens: int = Field(

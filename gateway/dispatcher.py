@@ -27,6 +27,7 @@ from gateway.live import LiveRequest
 from gateway.placement.fleet import Fleet
 from gateway.placement.model import ServedModel
 from gateway.placement.worker import RejectedEvent, TokensEvent, WorkerSession, WorkerState
+from gateway.queueing.meter import OutputMeter
 from gateway.queueing.queue import Claim, Place, Queue
 from gateway.reports import PendingReports
 from gateway.store_health import StoreHealth
@@ -83,6 +84,7 @@ class Dispatcher:
         self._settings = settings
         self._live: dict[str, LiveRequest] = {}
         self._reports = PendingReports()
+        self.output_meter = OutputMeter()
         self._itl = {band: metrics.itl.labels(band.name.lower()) for band in Band}
         self._wake = asyncio.Event()
         self._idle = asyncio.Event()
@@ -241,6 +243,7 @@ class Dispatcher:
         now = self._clock.monotonic()
         if event.token_ids and live.last_token_at is not None:
             self._itl[live.request.band].observe(now - live.last_token_at)
+        self.output_meter.add(live.request.flow, len(event.token_ids))
         live.receive(event, now)
 
     def on_rejected(self, worker_id: str, event: RejectedEvent) -> None:

@@ -29,6 +29,7 @@ from gateway.requests import (
     check_prompt_length,
     check_request_id,
     check_sampling,
+    check_tenant_context,
     effective_band,
     resolve_sampling,
 )
@@ -161,6 +162,7 @@ class Handler:
         prompt = check_prompt(call.prompt, model.limits)
         token_ids = await self._prompts.read(prompt, model)
         check_prompt_length(len(token_ids), model.limits)
+        check_tenant_context(len(token_ids), tenant.limits)
         self._fleet.check_fits(model, len(token_ids))
         return ReadyRequest(
             request_id=call.request_id or self._choose_id(),
@@ -168,7 +170,7 @@ class Handler:
             band=effective_band(tenant.band, call.band),
             model=model,
             prompt_token_ids=token_ids,
-            sampling=resolve_sampling(call.sampling, model.limits, len(token_ids), self._choose_seed),
+            sampling=resolve_sampling(call.sampling, model.limits, len(token_ids), self._choose_seed, tenant.limits),
             stop=call.sampling.stop,
             return_token_ids=call.return_token_ids,
         )
@@ -177,12 +179,17 @@ class Handler:
         # In a step of its own: if the client leaves now, it must still be known what was written.
         live.admission = self._background.spawn(self._enter_queue(live), "admission")
         await asyncio.shield(live.admission)
-        return Accepted(live.request)
+        return Accepted(live.request, live.remaining)
 
     async def _enter_queue(self, live: LiveRequest) -> None:
         request, settings = live.request, self._settings
         cost = Cost(len(request.prompt_token_ids), request.sampling.max_tokens)
-        await self._limiter.reserve(request.tenant.tenant_id, live.fleet_id, cost)
+        tenant = request.tenant
+        try:
+            live.remaining = await self._limiter.reserve(tenant.tenant_id, live.fleet_id, cost, tenant.limits)
+        except UnavailableError as error:
+            self._store.failed(error)
+            raise
         live.is_reserved = True
         if live.lifecycle.is_ended:
             return
@@ -194,7 +201,9 @@ class Handler:
             max_pool_tokens=self._fleet.max_pool_tokens(request.model.limits.model),
         )
         try:
-            await self._queue.enqueue(entry, max_length=settings.max_queue_length)
+            await self._queue.enqueue(
+                entry, max_length=settings.max_queue_length, max_of_tenant=tenant.limits.max_queue_length
+            )
         except UnavailableError as error:
             self._store.failed(error)
             raise
@@ -231,19 +240,25 @@ class Handler:
         if live.admission is not None:
             await asyncio.wait([live.admission])
         try:
-            if live.is_enqueued:
-                await self._queue.finish(live.fleet_id)
-        except UnavailableError as error:  # the queue makes up for it when the store answers again
-            self._store.failed(error)
+            # Both make up for it by themselves if the store does not answer.
+            with self._store.watched():
+                if live.is_enqueued:
+                    await self._queue.finish(live.fleet_id)
+            with self._store.watched():
+                if live.is_reserved:
+                    await self._settle(live, num_output_tokens)
         finally:
             self._dispatcher.unregister(live)
-        if live.is_reserved:
-            await self._limiter.settle(
-                live.request.tenant.tenant_id,
-                live.fleet_id,
-                num_prompt_tokens=len(live.request.prompt_token_ids),
-                num_output_tokens=num_output_tokens,
-            )
+
+    async def _settle(self, live: LiveRequest, num_output_tokens: int) -> None:
+        """Pays for what was done: nothing, if no worker ever had the request."""
+        was_taken = live.taken_at is not None
+        await self._limiter.settle(
+            live.request.tenant.tenant_id,
+            live.fleet_id,
+            num_prompt_tokens=len(live.request.prompt_token_ids) if was_taken else 0,
+            num_output_tokens=num_output_tokens,
+        )
 
     async def _closed(self, live: LiveRequest) -> None:
         """Waits until the store has forgotten the request, so that its id is free when the client hears of the end."""

@@ -10,6 +10,7 @@ from common.errors import LimitExceededError, TidegateError, UnavailableError
 from common.metrics import GatewayMetrics
 from common.types import Reason
 from gateway.admission.drain_rate import DrainRate
+from gateway.admission.limiter import Limiter
 from gateway.background import Background
 from gateway.dispatcher import Dispatcher
 from gateway.lifecycle import RequestState, failed
@@ -19,6 +20,7 @@ from gateway.queueing.queue import Queue
 from gateway.store_health import StoreHealth
 
 _SWEEP_S = 0.25
+_CHARGE_S = 0.25
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +40,7 @@ class Housekeeper:
         self,
         dispatcher: Dispatcher,
         queue: Queue,
+        limiter: Limiter,
         fleet: Fleet,
         store: StoreHealth,
         metrics: GatewayMetrics,
@@ -47,6 +50,7 @@ class Housekeeper:
     ) -> None:
         self._dispatcher = dispatcher
         self._queue = queue
+        self._limiter = limiter
         self._fleet = fleet
         self._store = store
         self._metrics = metrics
@@ -59,6 +63,7 @@ class Housekeeper:
         """Starts the loops."""
         background.run(self._heartbeat_loop, "heartbeat")
         background.run(self._sweep_loop, "sweep")
+        background.run(self._charge_loop, "charge")
 
     async def _heartbeat_loop(self) -> None:
         while True:
@@ -70,10 +75,28 @@ class Housekeeper:
             await asyncio.sleep(_SWEEP_S)
             self.sweep()
 
+    async def _charge_loop(self) -> None:
+        while True:
+            await asyncio.sleep(_CHARGE_S)
+            await self.charge()
+
+    async def charge(self) -> None:
+        """Tells the queue which flows got how many tokens since the last time."""
+        meter = self._dispatcher.output_meter
+        tokens = meter.take()
+        if not tokens:
+            return
+        try:
+            await self._queue.charge(tokens)
+        except UnavailableError as error:
+            meter.give_back(tokens)
+            self._store.failed(error)
+
     async def beat(self) -> None:
         """Says that this gateway lives, hears what the queue has lost, shows how full it is."""
         try:
             unknown = await self._queue.heartbeat(ttl_s=self._settings.heartbeat_ttl_s)
+            await self._limiter.renew()
             depths = await self._queue.depths()
         except UnavailableError as error:
             self._store.failed(error)
@@ -113,8 +136,9 @@ class Housekeeper:
         if unserved_s >= limits.no_worker_timeout_s and self._fleet.num_ready(model) == 0:
             message = f"no worker has served {model} for {unserved_s:.0f} s"
             return UnavailableError(message, reason=Reason.NO_WORKERS, retry_after_s=limits.no_worker_timeout_s)
-        if now - live.queued_at >= limits.queue_ttl_s and self._fleet.num_ready(model) > 0:
-            message = f"waited {limits.queue_ttl_s:g} s in the queue, the most that is allowed here"
+        most_s = min(limits.queue_ttl_s, live.request.tenant.limits.max_queue_wait_s or limits.queue_ttl_s)
+        if now - live.queued_at >= most_s and self._fleet.num_ready(model) > 0:
+            message = f"waited {most_s:g} s in the queue, the most that is allowed here"
             retry_after_s = self._drain_rate.retry_after_s(self._num_waiting, now)
             return LimitExceededError(message, reason=Reason.QUEUE_TTL, retry_after_s=retry_after_s)
         return None

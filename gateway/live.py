@@ -6,11 +6,12 @@ import asyncio
 from dataclasses import dataclass
 
 from common.types import Band, FinishReason, PositionLogprobs, SamplingParams, Usage
+from gateway.admission.limits import Remaining
 from gateway.lifecycle import Lifecycle, Outcome, RequestState
 from gateway.mailbox import Mailbox
 from gateway.placement.model import ServedModel
 from gateway.placement.worker import Submission, TokensEvent
-from gateway.queueing.queue import Claim, QueueEntry
+from gateway.queueing.queue import Claim, Flow, QueueEntry
 from gateway.tenants import Tenant
 
 
@@ -31,6 +32,11 @@ class ReadyRequest:
     def fleet_id(self) -> str:
         """Unique in the fleet."""
         return fleet_request_id(self.tenant.tenant_id, self.request_id)
+
+    @property
+    def flow(self) -> Flow:
+        """Whose service its tokens are."""
+        return Flow(self.model.limits.model, self.band, self.tenant.tenant_id)
 
 
 def fleet_request_id(tenant_id: str, request_id: str) -> str:
@@ -55,6 +61,7 @@ class LiveRequest:
         self.is_unknown_to_queue = False
         self.is_generated = False  # a worker has said its last word, which the client may not have read yet
         self.is_reserved = False
+        self.remaining = Remaining()  # of the tenant's limits, when it was reserved
         self.is_enqueued = False
         self.admission: asyncio.Task[None] | None = None
         self.closing: asyncio.Task[None] | None = None
@@ -84,6 +91,7 @@ class LiveRequest:
             band=self.request.band,
             num_input_tokens=self.num_input_tokens,
             num_tokens_needed=needed if max_pool_tokens is None else min(needed, max_pool_tokens),
+            weight=self.request.tenant.weight,
         )
 
     def submission(self, attempt: int) -> Submission:

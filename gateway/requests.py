@@ -10,6 +10,7 @@ from typing import TypeVar
 
 from common.errors import InvalidRequestError
 from common.types import Band, ModelLimits, Reason, SamplingParams
+from gateway.admission.limits import NO_LIMITS, TenantLimits
 
 _T = TypeVar("_T")
 
@@ -121,6 +122,16 @@ def check_prompt_length(num_tokens: int, limits: ModelLimits, *, is_lower_bound:
         raise InvalidRequestError.of_field("prompt", message, Reason.PROMPT_TOO_LONG)
 
 
+def check_tenant_context(num_tokens: int, limits: TenantLimits) -> None:
+    """Raises InvalidRequestError(PROMPT_TOO_LONG) unless the tenant's context leaves room for one token of output."""
+    if limits.max_context is not None and num_tokens >= limits.max_context:
+        message = (
+            f"prompt has {num_tokens} tokens; requests of this tenant may have {limits.max_context} tokens, "
+            f"so a prompt may have at most {limits.max_context - 1}"
+        )
+        raise InvalidRequestError.of_field("prompt", message, Reason.PROMPT_TOO_LONG)
+
+
 def check_sampling(wish: SamplingWish, limits: ModelLimits) -> None:
     """Raises InvalidRequestError for the first field that is out of its range."""
     _check_range("temperature", wish.temperature, 0.0, 100.0)
@@ -152,10 +163,19 @@ def check_sampling(wish: SamplingWish, limits: ModelLimits) -> None:
 
 
 def resolve_sampling(
-    wish: SamplingWish, limits: ModelLimits, num_prompt_tokens: int, choose_seed: Callable[[], int]
+    wish: SamplingWish,
+    limits: ModelLimits,
+    num_prompt_tokens: int,
+    choose_seed: Callable[[], int],
+    tenant_limits: TenantLimits = NO_LIMITS,
 ) -> SamplingParams:
-    """A checked wish with every default filled in, and max_tokens cut to what the context leaves."""
+    """A checked wish with every default filled in, and max_tokens cut to what context and tenant allow."""
     room = limits.context_length - num_prompt_tokens
+    if tenant_limits.max_request_tokens is not None:
+        room = min(room, tenant_limits.max_request_tokens - num_prompt_tokens)
+    if tenant_limits.max_output is not None:
+        room = min(room, tenant_limits.max_output)
+    room = max(room, 1)  # a prompt that alone is over a rate limit is refused by that limit
     max_tokens = room if wish.max_tokens is None else min(wish.max_tokens, room)
     return SamplingParams(
         seed=choose_seed() if wish.seed is None else wish.seed,

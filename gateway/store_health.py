@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import structlog
 
+from common.errors import UnavailableError
 from common.metrics import GatewayMetrics
 
 _log = structlog.get_logger(__name__)
@@ -28,6 +30,14 @@ class StoreHealth:
             _log.info("store_up")
             self._is_reported_down = False
             self._on_change()
+
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        """Around calls whose loss is made up for elsewhere: notes that they did not reach it, and goes on."""
+        try:
+            yield
+        except UnavailableError as error:
+            self.failed(error)
 
     def failed(self, error: Exception) -> None:
         """A call did not reach it."""

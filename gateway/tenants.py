@@ -1,4 +1,4 @@
-"""Who may call: tenants by the SHA-256 of their API key, read once from a file."""
+"""Who may call: tenants by the SHA-256 of their API key, read from a file."""
 
 from __future__ import annotations
 
@@ -9,10 +9,16 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from pydantic import TypeAdapter, ValidationError
+
 from common.errors import UnauthenticatedError
 from common.types import Band, Reason
+from gateway.admission.limits import NO_LIMITS, TenantLimits
 
 _TENANT_ID = re.compile(r"[a-z0-9][a-z0-9_-]{0,63}")
+_REQUIRED = {"id", "key_sha256", "band"}
+_MAX_WEIGHT = 1000
+_LIMITS = TypeAdapter(TenantLimits)
 _KEY_HASH = re.compile(r"[0-9a-f]{64}")
 
 
@@ -25,7 +31,9 @@ class Tenant:
     """One customer."""
 
     tenant_id: str
-    band: Band
+    band: Band  # the highest that its requests may have
+    weight: int = 1  # its part of a backlogged band is proportional to it
+    limits: TenantLimits = NO_LIMITS
 
     @property
     def cache_salt(self) -> str:
@@ -47,6 +55,10 @@ class Tenants:
     def __len__(self) -> int:
         return len(set(self._by_key_hash.values()))
 
+    def replace(self, others: Tenants) -> None:
+        """Becomes the others; calls that are authenticated already go on as they are."""
+        self._by_key_hash = others._by_key_hash
+
     def authenticate(self, key: str | None) -> Tenant:
         """The tenant of a key. Raises UnauthenticatedError if there is none."""
         if key is None:
@@ -61,7 +73,8 @@ class Tenants:
 def load_tenants(path: Path) -> Tenants:
     """Reads a file of the form `{"tenants": [{"id": "acme", "key_sha256": "<hex>", "band": "high"}, ...]}`.
 
-    A tenant with several keys has several entries, all of one band. Raises TenantsFileError.
+    An entry may have a `weight` (1 to 1000, 1 if absent) and `limits`, an object with fields of `TenantLimits`. A
+    tenant with several keys has several entries, equal in all but the key. Raises TenantsFileError.
     """
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
@@ -78,10 +91,10 @@ def load_tenants(path: Path) -> Tenants:
 
 def _parse(entries: Iterable[object]) -> dict[str, Tenant]:
     by_key_hash: dict[str, Tenant] = {}
-    band_of: dict[str, Band] = {}
+    known: dict[str, Tenant] = {}
     for number, entry in enumerate(entries, start=1):
-        if not isinstance(entry, dict) or set(entry) != {"id", "key_sha256", "band"}:
-            raise TenantsFileError(f"entry {number}: must have exactly id, key_sha256 and band")
+        if not isinstance(entry, dict) or not _REQUIRED <= set(entry) <= _REQUIRED | {"weight", "limits"}:
+            raise TenantsFileError(f"entry {number}: must have id, key_sha256 and band, and may have weight and limits")
         tenant_id, key_hash, band = (entry[name] for name in ("id", "key_sha256", "band"))
         if not isinstance(tenant_id, str) or not _TENANT_ID.fullmatch(tenant_id):
             raise TenantsFileError(f"entry {number}: id must match {_TENANT_ID.pattern}")
@@ -91,8 +104,16 @@ def _parse(entries: Iterable[object]) -> dict[str, Tenant]:
             raise TenantsFileError(f"entry {number} ({tenant_id}): band must be high, normal or low")
         if key_hash in by_key_hash:
             raise TenantsFileError(f"entry {number} ({tenant_id}): another entry has the same key")
-        tenant = Tenant(tenant_id, Band[band.upper()])
-        if band_of.setdefault(tenant_id, tenant.band) is not tenant.band:
-            raise TenantsFileError(f"entry {number} ({tenant_id}): its entries name different bands")
+        weight = entry.get("weight", 1)
+        if type(weight) is not int or not 1 <= weight <= _MAX_WEIGHT:
+            raise TenantsFileError(f"entry {number} ({tenant_id}): weight must be an integer from 1 to {_MAX_WEIGHT}")
+        try:
+            limits = _LIMITS.validate_python(entry.get("limits", {}))
+        except ValidationError as error:
+            faults = "; ".join(f"{'.'.join(map(str, it['loc']))}: {it['msg']}" for it in error.errors())
+            raise TenantsFileError(f"entry {number} ({tenant_id}): limits: {faults}") from None
+        tenant = Tenant(tenant_id, Band[band.upper()], weight, limits)
+        if known.setdefault(tenant_id, tenant) != tenant:
+            raise TenantsFileError(f"entry {number} ({tenant_id}): its entries name different bands, weights or limits")
         by_key_hash[key_hash] = tenant
     return by_key_hash

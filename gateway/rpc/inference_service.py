@@ -17,7 +17,7 @@ from gateway.live import fleet_request_id
 from gateway.placement.fleet import Fleet
 from gateway.prompts import PromptReader
 from gateway.requests import TokenPrompt, check_prompt, check_request_id
-from gateway.rpc.codec import decode_generate, decode_prompt, encode_complete, encode_event
+from gateway.rpc.codec import decode_generate, decode_prompt, encode_complete, encode_event, encode_remaining
 from gateway.tenants import Tenant
 from protos.inference.v1 import inference_pb2, inference_pb2_grpc
 
@@ -53,6 +53,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         async with aclosing(self._events(request, context)) as events:
             async for event in events:
                 if isinstance(event, Accepted):
+                    context.set_trailing_metadata(encode_remaining(event.remaining))
                     token_bytes = event.request.model.text.token_bytes
                 message = encode_event(event, token_bytes)
                 try:
@@ -70,6 +71,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
             async for event in events:
                 match event:
                     case Accepted():
+                        context.set_trailing_metadata(encode_remaining(event.remaining))
                         accepted = event
                     case TextDelta():
                         deltas.append(event)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager
 from hashlib import sha1
 from importlib.resources import files
@@ -67,12 +67,21 @@ def text(reply: Any) -> str:
     return reply.decode()
 
 
+def microseconds(seconds: float) -> int:
+    """A duration as scripts take it."""
+    return round(seconds * 1e6)
+
+
+def read_script(name: str) -> str:
+    """The text of a Lua file of `scripts/`."""
+    return files(__package__).joinpath("scripts", f"{name}.lua").read_text()
+
+
 class Script:
     """A Lua file of `scripts/`, behind those it builds on; sent by digest, in full if the server does not know it."""
 
-    def __init__(self, name: str, preludes: Sequence[str] = ()) -> None:
-        folder = files(__package__).joinpath("scripts")
-        self._source = "".join(folder.joinpath(f"{part}.lua").read_text() for part in (*preludes, name))
+    def __init__(self, name: str, preludes: Sequence[str], read: Callable[[str], str] = read_script) -> None:
+        self._source = "".join(read(part) for part in (*preludes, name))
         self._digest = sha1(self._source.encode(), usedforsecurity=False).hexdigest()
         self._name = name
 

@@ -128,3 +128,29 @@ class PoolKeys:
         Added by dispatch; removed when accounted for, undone or finished. Those of an older epoch do not count.
         """
         return f"{self.prefix}claims:{worker_id}"
+
+    # Limits
+
+    def window(self, tenant: str) -> str:
+        """HASH, what a tenant has used lately: r<slot> requests and t<slot> tokens, slots of a second of the clock.
+
+        Written by reserve and settle; expires when the last slot has left the window.
+        """
+        return f"{self.prefix}window:{tenant}"
+
+    def day(self, tenant: str) -> str:
+        """HASH, day: number of a calendar day of the tenant, tokens: used in it. Written by reserve and settle,
+        expires two days after the last reservation."""
+        return f"{self.prefix}day:{tenant}"
+
+    def running(self, tenant: str) -> str:
+        """ZSET request id -> time at which its concurrency slot comes back by itself.
+
+        Added to by reserve, extended by renew, removed by settle; expires with the last lease.
+        """
+        return f"{self.prefix}running:{tenant}"
+
+    def reservation(self, request_id: str) -> str:
+        """HASH, tokens: reserved, slot, day: where they are counted. Written by reserve, removed by settle, expires ten
+        minutes after its last renewal."""
+        return f"{self.prefix}reservation:{request_id}"

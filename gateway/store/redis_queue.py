@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from common.errors import DuplicateRequestError, LimitExceededError, QuotaViolation, UnavailableError
 from common.types import Band
 from gateway.queueing.queue import Claim, Flow, InboxMessage, Place, QueueDepth, QueueEntry, WorkerRecord, WorkerReport
-from gateway.store.connection import Argument, Calls, Script, connect, text
+from gateway.store.connection import Argument, Calls, Script, connect, microseconds, read_script, text
 from gateway.store.inbox import Inbox
 from gateway.store.keys import PoolKeys
 
@@ -30,7 +30,7 @@ _SCRIPT_NAMES = (
     "leave",
     "depths",
 )
-_PRELUDES = ("common", "flows")
+_PRELUDES = ("clock", "common", "flows")
 _ALREADY_LIVE = -1
 _BAND_FULL = -2
 _TENANT_FULL = -3
@@ -64,7 +64,16 @@ class RedisQueue:
     A request whose enqueue or finish got no answer from the store is removed with the next heartbeat.
     """
 
-    def __init__(self, url: str, *, pool: str, gateway_id: str, settings: QueueSettings | None = None) -> None:
+    def __init__(
+        self,
+        url: str,
+        *,
+        pool: str,
+        gateway_id: str,
+        settings: QueueSettings | None = None,
+        read_script: Callable[[str], str] = read_script,
+    ) -> None:
+        """`read_script` gives the text of a script by its name."""
         self._settings = settings or QueueSettings()
         self._gateway_id = gateway_id
         self._keys = PoolKeys(pool)
@@ -73,8 +82,8 @@ class RedisQueue:
         self._client = connect(url, max_connections=bounds.max_connections, timeout_s=bounds.timeout_s)
         self._calls = Calls(max_running=bounds.max_connections, timeout_s=bounds.timeout_s)
         self._inbox = Inbox(url, self._keys.inbox(gateway_id), timeout_s=bounds.timeout_s)
-        self._scripts = {name: Script(name, _PRELUDES) for name in _SCRIPT_NAMES}
-        self._scripts["dispatch"] = Script("dispatch", (*_PRELUDES, "credit"))
+        self._scripts = {name: Script(name, _PRELUDES, read_script) for name in _SCRIPT_NAMES}
+        self._scripts["dispatch"] = Script("dispatch", (*_PRELUDES, "credit"), read_script)
         self._live: set[str] = set()  # enqueued here and not finished
         self._doubtful: set[str] = set()  # the store may hold them, and must not
 
@@ -104,7 +113,7 @@ class RedisQueue:
                 entry.num_tokens_needed,
                 max_length,
                 _NO_LIMIT if max_of_tenant is None else max_of_tenant,
-                _microseconds(self._settings.owner_ttl_s),
+                microseconds(self._settings.owner_ttl_s),
             )
         except UnavailableError:
             self._doubtful.add(entry.request_id)
@@ -131,8 +140,8 @@ class RedisQueue:
         bounds = self._settings
         arguments: list[Argument] = [
             self._gateway_id,
-            _microseconds(bounds.report_ttl_s),
-            _microseconds(bounds.claim_lease_s),
+            microseconds(bounds.report_ttl_s),
+            microseconds(bounds.claim_lease_s),
             bounds.max_overtakes,
             bounds.max_passed,
             bounds.input_weight,
@@ -140,7 +149,7 @@ class RedisQueue:
             round(bounds.normal_share * 1000),
             round(bounds.low_share * 1000),
             bounds.max_owed_tokens,
-            _microseconds(bounds.long_wait_s),
+            microseconds(bounds.long_wait_s),
             bounds.claims_per_long_wait - 1,
             len(reports),
         ]
@@ -201,7 +210,7 @@ class RedisQueue:
             "model": worker.model,
             "draining": worker.draining,
         }
-        await self._run("announce", worker.worker_id, worker.epoch, _microseconds(ttl_s), json.dumps(announcement))
+        await self._run("announce", worker.worker_id, worker.epoch, microseconds(ttl_s), json.dumps(announcement))
 
     async def workers(self) -> list[WorkerRecord]:
         """All workers whose announcement has not expired, by id."""
@@ -218,7 +227,7 @@ class RedisQueue:
     async def heartbeat(self, *, ttl_s: float) -> list[str]:
         """Says that this gateway lives for ttl_s more, and reaps what others left. See `Queue.heartbeat`."""
         believed = sorted(self._live)
-        unknown = [text(it) for it in await self._run("heartbeat", self._gateway_id, _microseconds(ttl_s), *believed)]
+        unknown = [text(it) for it in await self._run("heartbeat", self._gateway_id, microseconds(ttl_s), *believed)]
         for request_id in sorted(self._doubtful - self._live):
             self._doubtful.discard(request_id)
             await self.finish(request_id)
@@ -248,10 +257,6 @@ class RedisQueue:
         return await self._calls.run(
             self._scripts[name], self._client, self._pool_keys, (self._keys.prefix, *arguments)
         )
-
-
-def _microseconds(seconds: float) -> int:
-    return round(seconds * 1e6)
 
 
 def _report_arguments(report: WorkerReport) -> list[Argument]:

@@ -1,4 +1,4 @@
--- Loaded in front of every script of the queue: key names, the clock, and small things that several verbs share.
+-- Loaded in front of every script of the queue: key names, the time, and small things that several verbs share.
 -- KEYS: the pool's keys in the order of keys.py. ARGV[1]: the pool's prefix; the scripts' own arguments follow.
 local MODELS, GATEWAYS, LEASES, SEQUENCE, ANNOUNCED, ANNOUNCEMENTS = unpack(KEYS)
 local PREFIX = ARGV[1]
@@ -18,10 +18,6 @@ local function worker_key(worker) return PREFIX .. 'worker:' .. worker end
 local function serving_key(model) return PREFIX .. 'serving:' .. model end
 local function claims_key(worker) return PREFIX .. 'claims:' .. worker end
 
-local function read_clock()
-  local time = call('TIME')
-  return tonumber(time[1]) * 1000000 + tonumber(time[2])
-end
 local NOW = read_clock()
 
 -- Integers as text: tostring() would round them to 14 digits. Not for negative zero, which a difference never is.

@@ -158,7 +158,13 @@ class Rig:
         self._stack.push_async_callback(worker.kill)
         return worker
 
-    async def gateway(self, *workers: ScriptedWorker, redis_url: str = "", **settings: Any) -> GatewayApp:
+    async def gateway(
+        self,
+        *workers: ScriptedWorker,
+        redis_url: str = "",
+        tenants_by_key: Mapping[str, Tenant] = KEYS,
+        **settings: Any,
+    ) -> GatewayApp:
         """A gateway that dials these workers, on the rig's Redis or another."""
         values = {
             "listen": "127.0.0.1:0",
@@ -171,7 +177,7 @@ class Rig:
             "drain_s": 0.5,
             **settings,
         }
-        tenants = Tenants({hash_key(key): tenant for key, tenant in KEYS.items()})
+        tenants = Tenants({hash_key(key): tenant for key, tenant in tenants_by_key.items()})
         app = GatewayApp(GatewaySettings.model_validate(values), tenants, redis_url or self._redis_url)
         await app.start()
         self.gateways.append(app)

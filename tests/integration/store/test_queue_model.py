@@ -190,6 +190,7 @@ class Fleet:
         if claims := self.unsubmitted():
             claim = self.dice.choice(claims)
             if self.client.zadd(self.prefix + "leases", {claim.request_id: 1}, xx=True, ch=True):
+                self.model.reap()  # a heartbeat does so first
                 self.model.undo_claim(claim.request_id, Place.SAME)
             await self.heartbeat()
 

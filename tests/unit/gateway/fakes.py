@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from common.errors import UnavailableError
 from common.types import Band, ModelDescription, ModelLimits, Reason, SamplingParams
+from gateway.admission.limits import NO_LIMITS, TenantLimits
 from gateway.live import LiveRequest, ReadyRequest
 from gateway.placement.model import ServedModel
 from gateway.placement.worker import Submission, WorkerState
-from gateway.queueing.queue import Claim, InboxMessage, Place, QueueDepth, QueueEntry, WorkerRecord, WorkerReport
+from gateway.queueing.queue import Claim, Flow, InboxMessage, Place, QueueDepth, QueueEntry, WorkerRecord, WorkerReport
 from gateway.tenants import Tenant
 from gateway.text import TextModel
 from tests.support.scripted_worker import END_ID, MODEL, TEMPLATE, VOCAB_SIZE, tokenizer_json
@@ -26,8 +27,11 @@ def served(**changes: object) -> ServedModel:
     return ServedModel(replace(DESCRIPTION, limits=replace(LIMITS, **changes)), TEXT)  # type: ignore[arg-type]
 
 
-def live_request(request_id: str = "r1", *, max_tokens: int = 50, stop: tuple[str, ...] = ()) -> LiveRequest:
-    ready = ReadyRequest(request_id, ACME, Band.NORMAL, SERVED, (1, 2, 3), SamplingParams(7, max_tokens), stop, True)
+def live_request(
+    request_id: str = "r1", *, max_tokens: int = 50, stop: tuple[str, ...] = (), limits: TenantLimits = NO_LIMITS
+) -> LiveRequest:
+    tenant = replace(ACME, limits=limits)
+    ready = ReadyRequest(request_id, tenant, Band.NORMAL, SERVED, (1, 2, 3), SamplingParams(7, max_tokens), stop, True)
     return LiveRequest(ready, arrived=0.0)
 
 
@@ -69,6 +73,7 @@ class FakeQueue:
     unknown: list[str] = field(default_factory=list)
     reports: list[WorkerReport] = field(default_factory=list)
     requeued: list[tuple[str, int, Place, int]] = field(default_factory=list)
+    charged: list[dict[Flow, int]] = field(default_factory=list)
     finished: list[str] = field(default_factory=list)
     forgotten: list[tuple[str, int]] = field(default_factory=list)
 
@@ -76,7 +81,7 @@ class FakeQueue:
         if self.is_down:
             raise UnavailableError("down", reason=Reason.STORE_UNAVAILABLE)
 
-    async def enqueue(self, entry: QueueEntry, *, max_length: int) -> None:
+    async def enqueue(self, entry: QueueEntry, *, max_length: int, max_of_tenant: int | None = None) -> None:
         self._answer()
 
     async def dispatch(self, reports: Sequence[WorkerReport] = ()) -> list[Claim]:
@@ -89,6 +94,10 @@ class FakeQueue:
         self._answer()
         self.requeued.append((request_id, attempt, place, num_input_tokens))
         return True
+
+    async def charge(self, output_tokens: Mapping[Flow, int]) -> None:
+        self._answer()
+        self.charged.append(dict(output_tokens))
 
     async def finish(self, request_id: str) -> bool:
         self._answer()

@@ -11,6 +11,8 @@ from common.errors import TidegateError
 from common.metrics import GatewayMetrics
 from common.types import Reason
 from gateway.admission.drain_rate import DrainRate
+from gateway.admission.limiter import Unlimited
+from gateway.admission.limits import NO_LIMITS, TenantLimits
 from gateway.background import Background
 from gateway.dispatcher import Dispatcher, DispatcherSettings
 from gateway.housekeeper import Housekeeper, HousekeeperSettings
@@ -32,8 +34,8 @@ class Bench:
     fleet: Fleet
     session: FakeSession
 
-    def enqueued(self) -> LiveRequest:
-        live = live_request()
+    def enqueued(self, limits: TenantLimits = NO_LIMITS) -> LiveRequest:
+        live = live_request(limits=limits)
         self.dispatcher.register(live)
         live.lifecycle.advance(RequestState.ADMITTED)
         live.enter_queue(self.clock.now)
@@ -61,7 +63,7 @@ async def bench() -> AsyncIterator[Bench]:
     session = FakeSession()
     dispatcher.on_ready(session, SERVED)
     settings = HousekeeperSettings(queue_ttl_s=60, no_worker_timeout_s=10, heartbeat_s=1, heartbeat_ttl_s=5)
-    housekeeper = Housekeeper(dispatcher, queue, fleet, store, metrics, clock, drain_rate, settings)
+    housekeeper = Housekeeper(dispatcher, queue, Unlimited(), fleet, store, metrics, clock, drain_rate, settings)
     yield Bench(housekeeper, dispatcher, queue, clock, fleet, session)
     await background.close()
 
@@ -143,3 +145,33 @@ async def test_requests_that_the_queue_lost_end_if_they_wait_and_go_on_if_they_r
         assert error is not None
         assert error.reason is Reason.STORE_UNAVAILABLE
     await asyncio.sleep(0)
+
+
+async def test_a_tenants_own_limit_of_waiting_counts_if_it_is_shorter(bench: Bench) -> None:
+    patient = bench.enqueued(TenantLimits(max_queue_wait_s=1000))
+    bench.clock.now += 1
+    bench.dispatcher.unregister(patient)
+    hasty = bench.enqueued(TenantLimits(max_queue_wait_s=5))
+    bench.clock.now += 4.9
+    bench.sweep()
+    assert await bench.end_of(hasty) is None
+    bench.clock.now += 0.1
+    bench.sweep()
+    error = await bench.end_of(hasty)
+    assert error is not None
+    assert error.reason is Reason.QUEUE_TTL
+    assert "5 s" in error.message
+
+
+async def test_output_is_charged_to_its_flow_and_kept_while_the_store_is_down(bench: Bench) -> None:
+    await bench.housekeeper.charge()
+    assert bench.queue.charged == []
+    flow = live_request().request.flow
+    bench.dispatcher.output_meter.add(flow, 3)
+    bench.queue.is_down = True
+    await bench.housekeeper.charge()
+    bench.queue.is_down = False
+    bench.dispatcher.output_meter.add(flow, 2)
+    await bench.housekeeper.charge()
+    await bench.housekeeper.charge()
+    assert bench.queue.charged == [{flow: 5}]

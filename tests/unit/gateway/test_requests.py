@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from common.errors import InvalidRequestError
 from common.types import Band, ModelLimits, Reason, SamplingParams
+from gateway.admission.limits import TenantLimits
 from gateway.requests import (
     ChatPrompt,
     SamplingWish,
@@ -18,6 +19,7 @@ from gateway.requests import (
     check_prompt_length,
     check_request_id,
     check_sampling,
+    check_tenant_context,
     effective_band,
     resolve_sampling,
 )
@@ -124,3 +126,27 @@ def test_a_band_is_lowered_and_never_raised(tenant_band: Band, wished: Band | No
     band = effective_band(tenant_band, wished)
     assert band >= tenant_band
     assert band == max(tenant_band, wished or tenant_band)
+
+
+@pytest.mark.parametrize(
+    ("limits", "wished", "granted"),
+    [
+        (TenantLimits(max_output=20), None, 20),
+        (TenantLimits(max_output=20), 30, 20),
+        (TenantLimits(max_output=20), 10, 10),
+        (TenantLimits(max_output=80), None, 60),
+        (TenantLimits(max_context=50), None, 10),
+        (TenantLimits(tokens_per_minute=45, max_context=50), 30, 5),
+        (TenantLimits(tokens_per_day=30), None, 1),
+    ],
+)
+def test_output_is_cut_to_what_the_tenant_may_have(limits: TenantLimits, wished: int | None, granted: int) -> None:
+    assert resolve_sampling(SamplingWish(max_tokens=wished), LIMITS, 40, lambda: 9, limits).max_tokens == granted
+
+
+def test_a_prompt_over_the_tenants_context_is_told_how_long_it_may_be() -> None:
+    check_tenant_context(49, TenantLimits(max_context=50))
+    check_tenant_context(10**6, TenantLimits())
+    with pytest.raises(InvalidRequestError, match=r"has 50 tokens.*at most 49") as caught:
+        check_tenant_context(50, TenantLimits(max_context=50))
+    assert caught.value.reason is Reason.PROMPT_TOO_LONG

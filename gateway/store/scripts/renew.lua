@@ -1,0 +1,8 @@
+-- Extends the leases of a gateway's running requests, also of those that have expired meanwhile.
+-- ARGV: 2 microseconds of the leases; then for each request: tenant, request id
+-- Returns 1. One that has been settled meanwhile stays so.
+for i = 3, #ARGV, 2 do
+  local tenant, id = ARGV[i], ARGV[i + 1]
+  if call('PEXPIRE', reservation_key(id), RESERVATION_KEPT_MS) == 1 then lease_slot(tenant, id, tonumber(ARGV[2])) end
+end
+return 1
