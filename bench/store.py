@@ -103,6 +103,8 @@ async def main(url: str, *, num_requests: int, num_gateways: int, num_workers: i
     pool = f"bench-{secrets.token_hex(4)}"
     queues = [RedisQueue(url, pool=pool, gateway_id=f"g{i}") for i in range(num_gateways)]
     fleet = Fleet(num_workers)
+    for queue in queues:
+        await queue.heartbeat(ttl_s=3600)
     try:
         print(f"one request at a time, {num_workers} workers reporting with every dispatch")
         (await one_by_one(queues[0], fleet, num_requests)).print()
