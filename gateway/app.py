@@ -16,6 +16,7 @@ from common.errors import UnavailableError
 from common.metrics import GatewayMetrics, MetricsServer
 from common.rpc.fleet_key import fleet_authenticator
 from common.rpc.server import RpcServer, ServerOptions
+from common.rpc.tls import fleet_dialling, server_credentials
 from gateway.admission.drain_rate import DrainRate
 from gateway.background import Background
 from gateway.config import GatewaySettings
@@ -113,12 +114,14 @@ class GatewayApp:
             clock,
             _session_settings(settings, self.gateway_id),
             poll_s=settings.worker_poll_s,
+            dialling=fleet_dialling(settings),
             channel_options=[
                 ("grpc.max_receive_message_length", settings.max_receive_message_bytes),
                 ("grpc.max_send_message_length", settings.max_send_message_bytes),
             ],
             random=random,
         )
+        self._credentials = server_credentials(settings)
         self._server = RpcServer(
             _server_options(settings),
             clock,
@@ -150,7 +153,7 @@ class GatewayApp:
         settings = self._settings
         if settings.metrics_listen:
             self._metrics_server = MetricsServer(settings.metrics_listen, self._registry)
-        self.port = await self._server.start(settings.listen)
+        self.port = await self._server.start(settings.listen, self._credentials)
         self._background.run(self._health_loop, "health")
         self.dispatcher.start()
         self._housekeeper.start(self._background)
