@@ -63,6 +63,7 @@ class AttentionShape:
     block_size: int
     scale: float
     window: int | None  # tokens that a query sees, itself included; None: all
+    sinks: int = 0  # tokens at the start of a sequence that every query sees besides its window
 
     @property
     def qkv_width(self) -> int:
@@ -145,6 +146,7 @@ class Program(Protocol):
     def attention(self, q: Tensor, tables: StepTables, shape: AttentionShape, cache: LayerCache, out: Tensor) -> None:
         """Causal attention of every token over its sequence's cached keys and values.
 
+        With a window, blocks of which no token is seen are not read: their entries in the block table may say anything.
         q and out are [max_tokens, heads * head_dim], model dtype.
         """
         ...

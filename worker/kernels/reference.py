@@ -134,10 +134,13 @@ class ReferenceProgram:
             for row in range(sizes.num_rows):
                 first, last = tables.query_starts[row : row + 2].tolist()
                 length = int(tables.seq_lens[row])
-                blocks = tables.block_tables[tables.table_rows[row], : -(-length // shape.block_size)].long()
-                keys, values = _gather(cache, blocks, shape, length)
+                indices = _seen_blocks(length - (last - first), length, shape)
+                blocks = tables.block_tables[tables.table_rows[row], indices].long()
+                keys, values = _gather(cache, blocks, shape)
+                positions = (indices[:, None] * shape.block_size + torch.arange(shape.block_size)).flatten()
                 query = q[first:last].view(last - first, shape.num_heads, shape.head_dim).float()
-                out[first:last] = _attend(query, keys, values, shape).reshape(last - first, -1).to(out.dtype)
+                attended = _attend(query, keys, values, positions, length, shape)
+                out[first:last] = attended.reshape(last - first, -1).to(out.dtype)
 
         self._kernels.append(kernel)
 
@@ -153,23 +156,38 @@ def _rotate(x: Tensor, cos_sin: Tensor) -> Tensor:
     return torch.cat((low * cos - high * sin, high * cos + low * sin), dim=-1)
 
 
-def _gather(cache: LayerCache, blocks: Tensor, shape: AttentionShape, length: int) -> tuple[Tensor, Tensor]:
-    """Keys and values [kv_heads, length, head_dim] of one sequence, in float32."""
+def _seen_blocks(start: int, length: int, shape: AttentionShape) -> Tensor:
+    """Places in the block table that the positions from `start` up to `length` see, int64 [n]."""
+    indices = torch.arange(-(-length // shape.block_size))
+    if shape.window is None:
+        return indices
+    oldest = max(0, start - shape.window + 1)
+    return indices[(indices >= oldest // shape.block_size) | (indices * shape.block_size < shape.sinks)]
+
+
+def _gather(cache: LayerCache, blocks: Tensor, shape: AttentionShape) -> tuple[Tensor, Tensor]:
+    """Keys and values [kv_heads, blocks * block_size, head_dim], in float32."""
     keys = cache.keys[blocks].permute(1, 0, 3, 2, 4)  # kv_heads, blocks, block_size, head_dim / p, p
     values = cache.values[blocks].permute(1, 0, 2, 4, 3)  # kv_heads, blocks, block_size / p, p, head_dim
     flat = (shape.num_kv_heads, -1, shape.head_dim)
-    return keys.reshape(flat)[:, :length].float(), values.reshape(flat)[:, :length].float()
+    return keys.reshape(flat).float(), values.reshape(flat).float()
 
 
-def _attend(query: Tensor, keys: Tensor, values: Tensor, shape: AttentionShape) -> Tensor:
-    """The last `len(query)` positions of a sequence attend to all of it, causally and within the window."""
-    num_new, length = query.shape[0], keys.shape[1]
+def _attend(
+    query: Tensor, keys: Tensor, values: Tensor, positions: Tensor, length: int, shape: AttentionShape
+) -> Tensor:
+    """The last `len(query)` of `length` positions attend to the keys at `positions` [n], causally and within the
+    window; values of keys behind `length` are anything."""
+    num_new = query.shape[0]
+    keys, values = keys[:, positions < length], values[:, positions < length]
+    positions = positions[positions < length]
     keys = keys.repeat_interleave(shape.num_heads // shape.num_kv_heads, dim=0)
     values = values.repeat_interleave(shape.num_heads // shape.num_kv_heads, dim=0)
     scores = torch.einsum("qhd,hkd->hqk", query, keys) * shape.scale
-    position = torch.arange(length - num_new, length)[:, None]
-    distance = position - torch.arange(length)[None, :]
-    hidden = distance < 0 if shape.window is None else (distance < 0) | (distance >= shape.window)
+    distance = torch.arange(length - num_new, length)[:, None] - positions[None, :]
+    hidden = distance < 0
+    if shape.window is not None:
+        hidden |= (distance >= shape.window) & (positions >= shape.sinks)
     weights = scores.masked_fill(hidden, float("-inf")).softmax(dim=-1)
     return torch.einsum("hqk,hkd->qhd", weights, values)
 

@@ -5,6 +5,7 @@ Within a key tile scores, weights and their product with the values are computed
 in order with the running maximum (online softmax, as in FlashAttention, arXiv 2205.14135). Key tiles start at multiples
 of 128 positions and are merged in the same order whether one item or several compute them, so a row's result depends on
 its sequence only. The last key tile of a prefill may hold more tokens than a row sees: their weights are exactly zero.
+With a window, tiles that it hides are left out, but for those with sinks, and hidden blocks of the others are not read.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ from worker.kernels.cpu.plan import (
     AttentionField,
     item_range,
     merge_range,
+    place_of,
 )
 from worker.kernels.cpu.simd import (
     F32,
@@ -86,7 +88,7 @@ assert _TILE + _STATE_BYTES <= SCRATCH_BYTES
 
 (
     _Q, _OUT, _KEYS, _VALUES, _BLOCK_STRIDE, _HEADS, _KV_HEADS, _HEAD_DIM, _BLOCK_SIZE, _WINDOW, _SCALE, _STARTS, _LENS,
-    _TABLE_ROWS, _TABLES, _TABLE_STRIDE,
+    _TABLE_ROWS, _TABLES, _TABLE_STRIDE, _SINKS,
 ) = (int(f) for f in AttentionField)  # fmt: skip
 
 
@@ -110,18 +112,27 @@ def _copy_query(tag: Any, record: int, item: int, start: int, query: int) -> Any
 
 
 @kernel
-def _address_tables(tag: Any, record: int, kv_head: int, blocks: int, first: int, count: int, scratch: int) -> Any:
+def _address_tables(
+    tag: Any, record: int, kv_head: int, blocks: int, first: int, count: int, oldest: int, scratch: int
+) -> Any:
     """Addresses of the keys and values of every 8 tokens from position `first` on.
 
-    The key table is filled to its end with the last address, since scores are computed for whole register tiles.
+    The key table is filled to its end with the last address, since scores are computed for whole register tiles. Tokens
+    before `oldest` that are no sinks may have lost their block: others that have one stand in for them, as many as are
+    read from one address.
     """
     head_dim, block_size = field(record, _HEAD_DIM), field(record, _BLOCK_SIZE)
     head_bytes = kv_head * head_dim * block_size * _WORD_BYTES // per_word(tag)
     groups = (count + _GROUP - 1) // _GROUP
+    sinks, unit = field(record, _SINKS), LANES if block_size % LANES == 0 else _GROUP
+    spare = first if first < sinks else first + (count - 1) // unit * unit
     key = 0
     for i in range(KEY_TILE // _GROUP):
         if i < groups:
             position = first + i * _GROUP
+            within = position % unit
+            if position - within + unit <= oldest and position - within >= sinks:
+                position = spare + within
             offset = position % block_size
             block = load_i32(blocks + 4 * (position // block_size)) * field(record, _BLOCK_STRIDE) + head_bytes
             key = field(record, _KEYS) + block + offset * _WORD_BYTES
@@ -141,7 +152,7 @@ def _prefetch_tile(tag: Any, record: int, item: int, tile: int, part: int) -> An
     """Asks for one key tile's keys or values (`part`) ahead of use; a decode waits for memory more than it computes."""
     row, block_size = field(item, ROW), field(record, _BLOCK_SIZE)
     blocks = field(record, _TABLES) + load_i32(field(record, _TABLE_ROWS) + 4 * row) * field(record, _TABLE_STRIDE)
-    first = tile * KEY_TILE
+    first = place_of(item, tile, field(record, _SINKS)) * KEY_TILE
     last = min(first + KEY_TILE, load_i32(field(record, _LENS) + 4 * row)) - 1
     piece = field(record, _HEAD_DIM) * block_size * _WORD_BYTES // per_word(tag)
     for i in range(first // block_size, last // block_size + 1):
@@ -173,19 +184,27 @@ def _score(tag: Any, record: int, tile: int, rows: int, count: int, scratch: int
 
 
 @kernel
-def _weigh_row(tag: Any, scores: int, scale: Any, low: int, high: int, count: int, weights: int) -> Any:
-    """Turns a row's scores into weights 2**(score - maximum), those outside [low, high) zero; maximum and sum."""
+def _limit(value: Any, low: int, high: int, sinks: int, other: Any) -> Any:
+    """The lanes in [low, high) and those below `sinks`; `other`, the least of all values, in place of the rest."""
+    limited = vlimit(value, low, high, other)
+    return vmax(limited, vlimit(value, 0, sinks, other)) if sinks > 0 else limited
+
+
+@kernel
+def _weigh_row(tag: Any, scores: int, scale: Any, low: int, high: int, sinks: int, count: int, weights: int) -> Any:
+    """Turns a row's scores into weights 2**(score - maximum), zero outside [low, high) and from `sinks` on; maximum and
+    sum."""
     hidden = np.float32(_HIDDEN)
     largest = vsplat(hidden)
     for c in range(0, count, LANES):
-        score = vlimit(vmul(vload(F32, scores + 4 * c), scale), low - c, high - c, hidden)
+        score = _limit(vmul(vload(F32, scores + 4 * c), scale), low - c, high - c, sinks - c, hidden)
         vstore(F32, score, scores + 4 * c)
         largest = vmax(largest, score)
     maximum = vlargest(largest)
     total = vsplat(np.float32(0.0))
     for c in range(0, count, LANES):
         weight = vexp2(vsub(vload(F32, scores + 4 * c), vsplat(maximum)))
-        weight = vlimit(weight, low - c, high - c, np.float32(0.0))
+        weight = _limit(weight, low - c, high - c, sinks - c, np.float32(0.0))
         total = vadd(total, weight)
         vstore(tag, weight, weights + c * (_WORD_BYTES // per_word(tag)))
     return maximum, vsum(total)
@@ -195,13 +214,14 @@ def _weigh_row(tag: Any, scores: int, scale: Any, low: int, high: int, count: in
 def _key_tile(
     tag: Any, record: int, head: int, item: int, position: int, blocks: int, tile: int, scratch: int, state: int
 ) -> Any:
-    """One key tile's maxima, sums and weighted values, into `state`."""
-    head_dim, window = field(record, _HEAD_DIM), field(record, _WINDOW)
+    """One key tile's maxima, sums and weighted values, into `state`; `tile` is its place in the sequence."""
+    head_dim, window, sinks = field(record, _HEAD_DIM), field(record, _WINDOW), field(record, _SINKS)
     group = field(record, _HEADS) // field(record, _KV_HEADS)
     rows, first_row = field(item, COUNT), field(item, FIRST_ROW)
     first = tile * KEY_TILE
     count = min(KEY_TILE, position + (first_row + rows - 1) // group + 1 - first)
-    _address_tables(tag, record, field(item, KV_HEAD), blocks, first, count, scratch)
+    oldest = position + first_row // group - window + 1 if window > 0 else 0
+    _address_tables(tag, record, field(item, KV_HEAD), blocks, first, count, oldest, scratch)
     _score(tag, record, field(head, HEAD_SCORE_TILE), rows, count, scratch)
     scale = vsplat(float_of_bits(field(record, _SCALE)))
     weight_bytes = KEY_TILE * _WORD_BYTES // per_word(tag)
@@ -209,7 +229,8 @@ def _key_tile(
         here = position + (first_row + r) // group
         low = here - window + 1 - first if window > 0 else 0
         scores, weights = scratch + _SCORES + r * KEY_TILE * 4, scratch + _WEIGHTS + r * weight_bytes
-        maximum, total = _weigh_row(tag, scores, scale, low, here + 1 - first, count, weights)
+        high = here + 1 - first
+        maximum, total = _weigh_row(tag, scores, scale, low, high, min(sinks - first, high), count, weights)
         store_f32(maximum, state + 4 * r)
         store_f32(total, state + 4 * (LANES + r))
     pack = per_word(tag)
@@ -282,7 +303,8 @@ def attention(tag: Any, record: int, head: int, thread: int, threads: int) -> No
             if field(item, COUNT) <= _FEW_ROWS:
                 _prefetch_tile(tag, record, item, tile, _VALUES)
                 _prefetch_next(tag, record, item, tile, end)
-            _key_tile(tag, record, head, item, position, blocks, tile, scratch, state)
+            place = place_of(item, tile, field(record, _SINKS))
+            _key_tile(tag, record, head, item, position, blocks, place, scratch, state)
             if tile > first:
                 _absorb(running, state, field(item, COUNT), field(record, _HEAD_DIM), scratch + _FACTORS)
         if partial < 0:

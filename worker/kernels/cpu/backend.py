@@ -200,6 +200,7 @@ class CpuProgram:
             AttentionField.HEAD_DIM: shape.head_dim,
             AttentionField.BLOCK_SIZE: shape.block_size,
             AttentionField.WINDOW: shape.window or 0,
+            AttentionField.SINKS: shape.sinks if shape.window else 0,
             AttentionField.SCALE: _float_bits(shape.scale * math.log2(math.e)),
             AttentionField.QUERY_STARTS: self._address(tables.query_starts),
             AttentionField.SEQ_LENS: self._address(tables.seq_lens),

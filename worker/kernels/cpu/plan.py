@@ -35,16 +35,19 @@ class AttentionField(IntEnum):
     TABLE_ROWS = 14
     BLOCK_TABLES = 15
     TABLE_STRIDE = 16  # bytes
+    SINKS = 17  # tokens that are seen besides the window; 0 without a window
 
 
 _HEADS, _KV_HEADS, _WINDOW = int(AttentionField.HEADS), int(AttentionField.KV_HEADS), int(AttentionField.WINDOW)
-_STARTS, _LENS = int(AttentionField.QUERY_STARTS), int(AttentionField.SEQ_LENS)
+_STARTS, _LENS, _SINKS = int(AttentionField.QUERY_STARTS), int(AttentionField.SEQ_LENS), int(AttentionField.SINKS)
 
 # The plan: counts, each thread's first item, items, merges. Ranges are half-open.
 _NUM_ITEMS, _NUM_MERGES, _BOUNDS = 0, 1, 2
 _ITEMS = _BOUNDS + MAX_THREADS + 1
-ITEM_FIELDS = 8
-ROW, KV_HEAD, FIRST_ROW, COUNT, TILE_BEGIN, TILE_END, PARTIAL, _COST = range(ITEM_FIELDS)
+ITEM_FIELDS = 9
+ROW, KV_HEAD, FIRST_ROW, COUNT, TILE_BEGIN, TILE_END, PARTIAL, SKIPPED, _COST = range(ITEM_FIELDS)
+# An item's tiles are counted without those that a window hides from all of its rows: tiles from the one with the last
+# sink on lie SKIPPED tiles further on.
 
 
 def plan_fields(max_tokens: int, max_rows: int, num_heads: int, num_kv_heads: int) -> int:
@@ -65,7 +68,9 @@ def _merge(plan: int, index: int) -> Any:
 
 
 @kernel
-def _write(item: int, row: int, kv_head: int, first: int, count: int, begin: int, end: int, partial: int) -> Any:
+def _write(
+    item: int, row: int, kv_head: int, first: int, count: int, begin: int, end: int, partial: int, skipped: int
+) -> Any:
     store_i64(row, item)
     store_i64(kv_head, item + 8 * KV_HEAD)
     store_i64(first, item + 8 * FIRST_ROW)
@@ -73,9 +78,22 @@ def _write(item: int, row: int, kv_head: int, first: int, count: int, begin: int
     store_i64(begin, item + 8 * TILE_BEGIN)
     store_i64(end, item + 8 * TILE_END)
     store_i64(partial, item + 8 * PARTIAL)
+    store_i64(skipped, item + 8 * SKIPPED)
     cost = (end - begin) * (count + 4) + 1
     store_i64(cost, item + 8 * _COST)
     return cost
+
+
+@kernel
+def sink_tiles(sinks: int) -> Any:
+    """Key tiles that hold sinks."""
+    return (sinks + KEY_TILE - 1) // KEY_TILE
+
+
+@kernel
+def place_of(item: int, tile: int, sinks: int) -> Any:
+    """Where the item's tile of this number lies in the sequence."""
+    return tile + field(item, SKIPPED) if tile >= sink_tiles(sinks) else tile
 
 
 @kernel
@@ -100,7 +118,7 @@ def make_plan(tag: Any, record: int, head: int, thread: int, threads: int) -> No
     if thread != 0:
         return
     plan, rows = field(head, HEAD_PLAN), field(head, HEAD_ROWS)
-    kv_heads, window = field(record, _KV_HEADS), field(record, _WINDOW)
+    kv_heads, window, sinks = field(record, _KV_HEADS), field(record, _WINDOW), sink_tiles(field(record, _SINKS))
     group = field(record, _HEADS) // kv_heads
     items, merges, partials, total = 0, 0, 0, 0
     for row in range(rows):
@@ -114,17 +132,17 @@ def make_plan(tag: Any, record: int, head: int, thread: int, threads: int) -> No
                 first, last = flat * i // tiles, flat * (i + 1) // tiles
                 end = (position + (last - 1) // group) // KEY_TILE + 1
                 seen = position + first // group - window + 1
-                begin = seen // KEY_TILE if window > 0 and seen > 0 else 0
-                pieces = end - begin
+                skipped = max(0, seen // KEY_TILE - sinks) if window > 0 and seen > 0 else 0
+                pieces = end - skipped
                 if tiles > 1 or pieces < 2 or rows * kv_heads >= 8 * threads or partials + pieces > MAX_PARTIALS:
-                    total += _write(_item(plan, items), row, kv_head, first, last - first, begin, end, -1)
+                    total += _write(_item(plan, items), row, kv_head, first, last - first, 0, pieces, -1, skipped)
                     items += 1
                     continue
-                _write(_merge(plan, merges), row, kv_head, first, last - first, begin, end, partials)
+                _write(_merge(plan, merges), row, kv_head, first, last - first, 0, pieces, partials, skipped)
                 merges += 1
-                for piece in range(begin, end):
+                for piece in range(pieces):
                     total += _write(
-                        _item(plan, items), row, kv_head, first, last - first, piece, piece + 1, partials
+                        _item(plan, items), row, kv_head, first, last - first, piece, piece + 1, partials, skipped
                     )  # fmt: skip
                     items += 1
                     partials += 1

@@ -128,6 +128,7 @@ class Case:
         storage = KVStorage(layout, blocks + 1)
         for part in (storage.layer(0).keys, storage.layer(0).values):
             part.copy_(torch.randn(part.shape, generator=generator(self.seed)))
+            part[0] = torch.nan  # nobody may read the null block
         return storage
 
     def tables(self) -> StepTables:
@@ -140,6 +141,9 @@ class Case:
         for row, (new, length) in enumerate(self.sequences):
             mine = [order.pop() for _ in range(counts[row])]
             tables[row, : counts[row]] = torch.tensor(mine)
+            if self.shape.window is not None:  # nobody sees these any more: their blocks are somebody else's
+                oldest = max(0, length - new - self.shape.window + 1)
+                tables[row, -(-self.shape.sinks // size) : oldest // size] = 0
             span = range(length - new, length)
             positions.extend(span)
             slots.extend(mine[p // size] * size + p % size for p in span)
@@ -185,7 +189,8 @@ def cases(draw: st.DrawFn) -> Case:
     kv_heads, head_dim = draw(st.integers(1, 3)), draw(st.sampled_from([16, 24, 40, 64, 128, 256]))
     group = draw(st.sampled_from([1, 2, 3, 4, 7, 16]))
     window = draw(st.one_of(st.none(), st.integers(1, 310)))
-    shape = AttentionShape(kv_heads * group, kv_heads, head_dim, block_size, head_dim**-0.5, window)
+    sinks = draw(st.sampled_from([0, 0, 1, 4, 16, 100, 127, 128, 129, 200])) if window else 0
+    shape = AttentionShape(kv_heads * group, kv_heads, head_dim, block_size, head_dim**-0.5, window, sinks)
     return Case(tuple(sequences), shape, draw(st.sampled_from(DTYPES)), draw(st.integers(0, 99)))
 
 
@@ -200,9 +205,11 @@ def test_attention(case: Case) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("window", [None, 100])
-def test_attention_of_a_token_is_the_same_in_a_chunk_alone_and_split(dtype: torch.dtype, window: int | None) -> None:
-    shape = AttentionShape(6, 2, 32, 16, 32**-0.5, window)
+@pytest.mark.parametrize(("window", "sinks"), [(None, 0), (100, 0), (100, 4), (90, 140)])
+def test_attention_of_a_token_is_the_same_in_a_chunk_alone_and_split(
+    dtype: torch.dtype, window: int | None, sinks: int
+) -> None:
+    shape = AttentionShape(6, 2, 32, 16, 32**-0.5, window, sinks)
     case = Case(((300, 700),), shape, dtype, 5)
     cache, tables = case.storage().layer(0), case.tables()
     q = torch.randn(300, 6 * 32, generator=generator(6)).to(dtype)
@@ -241,6 +248,27 @@ def test_rope_store(case: Case, norm: bool) -> None:
         results.append((q_out, keys, values))
     for got, want in zip(results[0], results[1], strict=True):
         assert_near(got, want, case.dtype)
+
+
+@pytest.mark.parametrize("backend", ["cpu", "reference"])
+@pytest.mark.parametrize("sinks", [0, 1, 5, 16, 17, 130])
+@pytest.mark.parametrize("length", [39, 40, 41, 128, 129, 300])
+def test_a_window_equals_a_mask_over_everything(backend: str, sinks: int, length: int) -> None:
+    """Lengths of one less than the window, the window, and more, up to tiles that are left out."""
+    window, new, dim = 40, min(length, 50), 16
+    case = Case(((new, length),), AttentionShape(2, 1, dim, 8, 0.25, window, sinks), torch.float32, length)
+    cache, tables = case.storage().layer(0), case.tables()
+    q = torch.randn(new, 2 * dim, generator=generator(1))
+    got = attend(case, backend, cache, tables, q)
+    whole = Case(case.sequences, AttentionShape(2, 1, dim, 8, 0.25, None), torch.float32, length).tables()
+    blocks = whole.block_tables[0].long()  # without holes
+    keys = cache.keys[blocks, 0, :, :, 0].permute(0, 2, 1).reshape(-1, dim)[:length]
+    values = cache.values[blocks, 0].reshape(-1, dim)[:length]
+    position, key = torch.arange(length - new, length)[:, None], torch.arange(length)[None, :]
+    mask = (key <= position) & ((position - key < window) | (key < sinks))
+    scores = torch.einsum("qhd,kd->hqk", q.view(new, 2, dim), keys) * 0.25
+    weights = scores.masked_fill(~mask, float("-inf")).softmax(-1)
+    assert_near(got, torch.einsum("hqk,kd->qhd", weights, values).reshape(new, -1), torch.float32)
 
 
 def test_what_a_block_held_before_never_matters() -> None:
