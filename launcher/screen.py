@@ -40,7 +40,7 @@ def side_by_side(console: Console, chats: Sequence[Chat]) -> Iterator[Callable[[
 
 def _columns(console: Console, chats: Sequence[Chat]) -> Columns:
     width = max(20, console.width // max(1, len(chats)) - 1)
-    height = max(6, console.height - 6)
+    height = max(6, min(24, console.height - 6))
     return Columns([_panel(chat, width, height) for chat in chats], width=width, padding=(0, 0))
 
 
