@@ -263,7 +263,7 @@ def _finish(
     else:
         axes.set_ylim(0, max(axes.dataLim.y1, 1e-9) * 1.1)
     if has_legend and axes.get_legend_handles_labels()[0]:
-        axes.legend(fontsize=8, frameon=False)
+        axes.legend(fontsize=8, framealpha=0.85, edgecolor="none")
 
 
 def _plain_log_ticks(axis: XAxis | YAxis) -> None:
