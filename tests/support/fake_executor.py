@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 from zlib import crc32
 
+from worker.cache.window import Window
 from worker.engine.batch import Batch, BatchRow, SampledToken
 from worker.engine.request import Request, RequestState
 
@@ -41,12 +42,19 @@ class FakeExecutor:
     """
 
     def __init__(
-        self, num_blocks: int, block_size: int, *, vocab_size: int = 1000, max_num_seqs: int = 1 << 30
+        self,
+        num_blocks: int,
+        block_size: int,
+        *,
+        vocab_size: int = 1000,
+        max_num_seqs: int = 1 << 30,
+        window: Window | None = None,
     ) -> None:
         self._num_blocks = num_blocks
         self._block_size = block_size
         self._vocab_size = vocab_size
         self._max_num_seqs = max_num_seqs
+        self._window = window
         self._cells: dict[tuple[int, int], int] = {}
         self.error: Exception | None = None
         self.batches: list[list[tuple[str, int]]] = []
@@ -75,11 +83,19 @@ class FakeExecutor:
                 self._cells[self._cell(row.request, position)] = wanted[position]
         sampled: list[SampledToken | None] = []
         for row, wanted in zip(batch.rows, states, strict=True):
-            end = row.request.num_computed + row.num_new
-            held = [self._cells.get(self._cell(row.request, position)) for position in range(end)]
-            assert held == wanted[:end], f"{row.request.request_id} reads foreign or missing KV"
+            seen = self._seen(row)
+            held = [self._cells.get(self._cell(row.request, position)) for position in seen]
+            assert held == [wanted[position] for position in seen], f"{row.request.request_id} reads foreign KV"
             sampled.append(SampledToken(next_token(wanted[-1], self._vocab_size)) if row.samples else None)
         return sampled
+
+    def _seen(self, row: BatchRow) -> list[int]:
+        """Positions that any token of the row attends to."""
+        start, end = row.request.num_computed, row.request.num_computed + row.num_new
+        if self._window is None:
+            return list(range(end))
+        oldest = max(0, start - self._window.num_tokens + 1)
+        return [*range(min(oldest, self._window.num_sinks)), *range(oldest, end)]
 
     def _cell(self, request: Request, position: int) -> tuple[int, int]:
         return request.block_ids[position // self._block_size], position % self._block_size
@@ -90,12 +106,13 @@ class FakeExecutor:
         slots = {request.slot for request in requests}
         assert len(slots) == len(requests), "two requests share a slot"
         assert all(0 <= slot < self._max_num_seqs for slot in slots)
-        in_tables = Counter(block_id for request in requests for block_id in request.block_ids)
+        in_tables = Counter(block_id for request in requests for block_id in request.block_ids if block_id)
         for row in batch.rows:
             assert row.request.state is RequestState.RUNNING
             assert row.num_new >= 1, "a row without progress"
             written = self._written(row)
-            assert all(0 < block_id < self._num_blocks for block_id in row.request.block_ids)
+            first = 0 if self._window is not None else 1  # holes are allowed where nobody looks
+            assert all(first <= block_id < self._num_blocks for block_id in row.request.block_ids)
             assert all(in_tables[block_id] == 1 for block_id in written), "a shared block is written"
 
     def _written(self, row: BatchRow) -> set[int]:

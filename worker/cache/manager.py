@@ -2,20 +2,46 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from worker.cache.block import Block, BlockKey, DigestFunction, first_parent, pack_tokens
-from worker.cache.pool import BlockCounts, BlockPool
+from worker.cache.pool import BlockCounts, BlockPool, IntegrityError
+from worker.cache.window import Window
 from worker.engine.request import Request
+
+UNBOUNDED = 1 << 62
+"""More tokens than anybody has."""
+
+HOLE = 0
+"""What stands in a block table for a block that was given back: the null block, which nobody reads."""
 
 
 class CacheManager:
     """Fills the block tables of requests from a pool; holds no request itself."""
 
-    def __init__(self, pool: BlockPool, block_size: int, digest: DigestFunction, *, prefix_cache: bool = True) -> None:
-        """`block_size` tokens per block, at least 1; `digest` chains the prefix cache's keys."""
+    def __init__(
+        self,
+        pool: BlockPool,
+        block_size: int,
+        digest: DigestFunction,
+        *,
+        prefix_cache: bool = True,
+        window: Window | None = None,
+        max_chunk_tokens: int = 1,
+    ) -> None:
+        """`block_size` tokens per block, at least 1; `digest` chains the prefix cache's keys.
+
+        With a `window`, blocks behind it are given back, and a request holds no more than it needs to compute
+        `max_chunk_tokens` in a step; in a smaller pool its chunks are smaller.
+        """
         if block_size < 1:
             raise ValueError(f"block_size is {block_size}, at least 1 is needed")
+        self._window = window
+        self._most_blocks = UNBOUNDED  # that one request holds at a time
+        self._is_unbounded = False  # whether requests of any length fit
+        if window is not None:
+            self._most_blocks = min(window.max_blocks(max_chunk_tokens, block_size), pool.num_usable)
+            self._is_unbounded = window.max_blocks(1, block_size) <= pool.num_usable
         self.pool = pool
         self.block_size = block_size
         self._digest = digest
@@ -28,12 +54,17 @@ class CacheManager:
 
     @property
     def max_tokens(self) -> int:
-        """Tokens of one request whose KV fits into the whole pool."""
-        return self.pool.num_usable * self.block_size
+        """Tokens of one request whose KV fits into the whole pool, one after the other if there is a window."""
+        return UNBOUNDED if self._is_unbounded else self.pool.num_usable * self.block_size
+
+    @property
+    def max_held_tokens(self) -> int:
+        """Tokens in the blocks that one request holds at a time."""
+        return self._most_blocks * self.block_size
 
     def blocks_for(self, num_tokens: int) -> int:
-        """Blocks that hold the KV of so many tokens."""
-        return -(-num_tokens // self.block_size)
+        """Blocks that a request of so many tokens holds at a time."""
+        return min(-(-num_tokens // self.block_size), self._most_blocks)
 
     def can_ever_fit(self, num_tokens: int) -> bool:
         """Whether the KV of so many tokens fits into the pool when nobody else is there."""
@@ -41,8 +72,9 @@ class CacheManager:
 
     def num_needed(self, request: Request, num_tokens: int) -> int:
         """Free blocks that an admission which covers so many tokens would take. Changes nothing but the keys."""
-        shared = sum(block.ref_count > 0 for block in self._find_prefix(request))
-        return self.blocks_for(num_tokens) - shared
+        hits = self._find_prefix(request)
+        shared = sum(block is not None and block.ref_count > 0 for block in hits)
+        return self._num_held(hits, num_tokens) - shared
 
     def num_freed(self, request: Request) -> int:
         """Blocks that come free if this request gives back what it holds."""
@@ -54,22 +86,47 @@ class CacheManager:
 
         `num_tokens`, if given, covers more: tokens that it will generate. Leading full blocks that are cached are
         shared and count as computed; at least one token is left to compute. Returns whether it did; if not, nothing
-        has changed.
+        has changed. With a window it gets as many blocks as it may hold at a time, and `slide` moves them on.
         """
         assert not request.block_ids
         hits = self._find_prefix(request)
-        num_new = self.blocks_for(max(request.num_tokens, num_tokens or 0)) - len(hits)
-        num_revived = sum(block.ref_count == 0 for block in hits)  # they leave the free list as well
+        found = [block for block in hits if block is not None]
+        num_reserved = max(request.num_tokens, num_tokens or 0)
+        num_new = self._num_held(hits, num_reserved) - len(found)
+        num_revived = sum(block.ref_count == 0 for block in found)  # they leave the free list as well
         if num_new + num_revived + headroom > self.pool.num_free:
             return False
-        for block in hits:  # before taking, which could evict them
+        for block in found:  # before taking, which could evict them
             self.pool.touch(block)
-        taken = [self.pool.take() for _ in range(num_new)]
-        request.block_ids = [block.block_id for block in (*hits, *taken)]
+        request.block_ids = [HOLE if block is None else block.block_id for block in hits]
+        request.block_ids += [self.pool.take().block_id for _ in range(num_new)]
+        request.num_reserved = num_reserved
         request.num_computed = len(hits) * self.block_size
         request.num_published = len(hits)
-        request.num_shared_blocks = len(hits) - num_revived
+        request.num_holes = len(hits) - len(found)
+        request.num_shared_blocks = len(found) - num_revived
         return True
+
+    def slide(self, requests: Iterable[Request]) -> None:
+        """Takes back the blocks that no token sees any more, the farthest first, and hands out as many for what was
+        reserved at admission. To be called between steps, before blocks are asked for."""
+        if self._window is None:
+            return
+        num_sink_blocks = self._window.num_sink_blocks(self.block_size)
+        for request in requests:
+            block_ids = request.block_ids
+            start = num_sink_blocks + request.num_holes
+            end = self._window.first_block(request.num_computed, self.block_size)
+            for index in range(start, end):
+                self.pool.release(block_ids[index])
+                if request.num_shared_blocks and self.pool.blocks[block_ids[index]].ref_count:
+                    request.num_shared_blocks -= 1
+                block_ids[index] = HOLE
+            request.num_holes += max(0, end - start)
+            wanted = -(-request.num_reserved // self.block_size) - len(block_ids)
+            room = self._most_blocks - (len(block_ids) - request.num_holes)
+            for _ in range(min(wanted, room, self.pool.num_free)):
+                block_ids.append(self.pool.take().block_id)
 
     def grow(self, request: Request) -> bool:
         """Gives one more block; returns whether there was one."""
@@ -90,27 +147,70 @@ class CacheManager:
     def free(self, request: Request) -> None:
         """Gives all blocks back, the last first: the tail of a prefix is evicted before its head."""
         for block_id in reversed(request.block_ids):
-            self.pool.release(block_id)
+            if block_id != HOLE:
+                self.pool.release(block_id)
         request.block_ids = []
+        request.num_holes = 0
+        request.num_reserved = 0
         request.num_computed = 0
         request.num_published = 0
         request.num_shared_blocks = 0
 
     def check_integrity(self, requests: Iterable[Request]) -> None:
         """Audits the pool against the tables of all requests. Raises IntegrityError with what is wrong."""
-        self.pool.check_integrity([request.block_ids for request in requests])
+        tables = []
+        for request in requests:
+            if request.block_ids.count(HOLE) != request.num_holes:
+                raise IntegrityError(f"{request} counts {request.num_holes} holes in {request.block_ids}")
+            tables.append([block_id for block_id in request.block_ids if block_id != HOLE])
+        self.pool.check_integrity(tables)
 
-    def _find_prefix(self, request: Request) -> list[Block]:
-        """The cached blocks of the longest known prefix that leaves a token to compute."""
-        hits: list[Block] = []
+    def _num_held(self, hits: Sequence[Block | None], num_tokens: int) -> int:
+        """Blocks that an admission with these hits holds; at least one token's place is new."""
+        num_holes = hits.count(None)
+        return min(-(-num_tokens // self.block_size) - num_holes, self._most_blocks)
+
+    def _find_prefix(self, request: Request) -> Sequence[Block | None]:
+        """The cached blocks of the longest known prefix that leaves a token to compute; None for blocks of it that no
+        later token sees, cached or not."""
         if not self._prefix_cache:
-            return hits
-        for index in range((request.num_tokens - 1) // self.block_size):
+            return ()
+        num_blocks = (request.num_tokens - 1) // self.block_size
+        return (
+            self._find_from_start(request, num_blocks)
+            if self._window is None
+            else self._find_tail(request, num_blocks, self._window)
+        )
+
+    def _find_from_start(self, request: Request, num_blocks: int) -> list[Block]:
+        """Up to so many blocks, until one is not cached."""
+        hits: list[Block] = []
+        for index in range(num_blocks):
             block = self.pool.find(self._key(request, index))
             if block is None:
                 break
             hits.append(block)
         return hits
+
+    def _find_tail(self, request: Request, num_blocks: int, window: Window) -> list[Block | None]:
+        """The longest prefix, up to so many blocks, whose sinks and last window are cached; searched from its end."""
+        num_sink_blocks = window.num_sink_blocks(self.block_size)
+        end = num_blocks
+        while end:
+            first = min(end, window.first_block(end * self.block_size, self.block_size))
+            tail: list[Block | None] = []
+            for index in range(end - 1, first - 1, -1):
+                block = self.pool.find(self._key(request, index))
+                if block is None:
+                    end = index
+                    break
+                tail.append(block)
+            else:
+                sinks = self._find_from_start(request, min(num_sink_blocks, end))
+                if len(sinks) == min(num_sink_blocks, end):
+                    return [*sinks, *[None] * (first - len(sinks)), *reversed(tail)]
+                end = len(sinks)
+        return []
 
     def _key(self, request: Request, index: int) -> BlockKey:
         """The key of a request's full block; made once, in order, as tokens never change."""

@@ -117,7 +117,7 @@ class Engine:
             raise DuplicateRequestError(f"attempt {attempt} of request {request_id} is here already")
         if self._draining:
             raise UnavailableError("the worker is draining and takes no new request", reason=Reason.DRAINING)
-        check_submission(self._limits, prompt_token_ids, output_token_ids, sampling)
+        check_submission(self._limits, self._manager.max_tokens, prompt_token_ids, output_token_ids, sampling)
         if self.num_requests >= self._max_requests:
             message = f"the worker has {self.num_requests} requests and takes at most {self._max_requests}"
             raise LimitExceededError(message, reason=Reason.NO_CREDIT)

@@ -110,7 +110,7 @@ class LookAhead(_Planned):
             forecast = MemoryForecast(self._load(other) for other in self._running if other not in victims)
         # What it would hold that nobody holds now:
         held = self._manager.num_needed(request, request.num_tokens) * self._manager.block_size
-        return forecast.fits(num_expected(request, self._share), held, self._capacity)
+        return forecast.fits(*self._bounded(num_expected(request, self._share), held), self._capacity)
 
     def admit(self, request: Request) -> bool:
         """See Memory."""
@@ -144,18 +144,22 @@ class LookAhead(_Planned):
 
     def _forecast_of_all(self) -> MemoryForecast:
         if self._forecast is None:
-            loads = [self._load(request) for request in self._running]
-            self._forecast = MemoryForecast(loads)
+            self._forecast = MemoryForecast(map(self._load, self._running))
             # Blocks that nobody took for itself, or whoever did has ended, stay for as long as anybody is there.
             manager = self._manager
-            num_shared = manager.counts.referenced - sum(held for _, held in loads) // manager.block_size
+            num_shared = manager.counts.referenced - sum(map(_num_own_blocks, self._running))
             self._capacity = (manager.pool.num_usable - max(0, num_shared)) * manager.block_size
         return self._forecast
 
     def _load(self, request: Request) -> tuple[int, int]:
         """Remaining tokens, and the tokens in the blocks that it took for itself."""
-        held = (len(request.block_ids) - request.num_shared_blocks) * self._manager.block_size
-        return num_expected(request, self._share), held
+        held = _num_own_blocks(request) * self._manager.block_size
+        return self._bounded(num_expected(request, self._share), held)
+
+    def _bounded(self, remaining: int, held: int) -> tuple[int, int]:
+        """The same load, or that of a request which a window keeps from growing on: all it will hold, from now on."""
+        most = self._manager.max_held_tokens
+        return (remaining, held) if remaining + held <= most else (0, most)
 
     def _headroom(self, request: Request, num_others: int) -> int:
         """Blocks that stay free after an admission. A lone request needs none: waiting for more could last for ever."""
@@ -164,6 +168,10 @@ class LookAhead(_Planned):
         if request.num_preemptions:  # it shall not be preempted again before everybody has filled a block
             return self._config.watermark_blocks + num_others
         return self._config.watermark_blocks
+
+
+def _num_own_blocks(request: Request) -> int:
+    return len(request.block_ids) - request.num_holes - request.num_shared_blocks
 
 
 def _max_kv_tokens(request: Request) -> int:

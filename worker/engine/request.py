@@ -37,7 +37,10 @@ class Request:
     state: RequestState = RequestState.WAITING
     finish_reason: FinishReason | None = None
     num_computed: int = 0
-    block_ids: list[int] = field(default_factory=list)  # append-only between admission and preemption
+    # Append-only between admission and preemption, but for blocks that left the window: they become 0.
+    block_ids: list[int] = field(default_factory=list)
+    num_holes: int = 0  # of them, those that are 0
+    num_reserved: int = 0  # tokens that admission promised it blocks for; with a window it gets them by and by
     slot: int = -1  # row in the executor's state tables while RUNNING, else -1
     admissions: int = 0  # grows at every admission: tells the executor that the slot's row starts anew
     num_preemptions: int = 0

@@ -108,7 +108,8 @@ class Scheduler:
             rows = [row for row in rows if row.request.state is RequestState.RUNNING]
         unfinished.sort(key=_arrival)
         for request, num_new in self.levels.share(unfinished, self.budget):
-            rows.append(BatchRow(request, num_new))
+            room = len(request.block_ids) * self.manager.block_size - request.num_computed
+            rows.append(BatchRow(request, min(num_new, room)))  # less room than tokens: only behind a window
             if request.started_s is None:
                 request.started_s = now_s
                 self.step.first_chunk_waits_s.append(now_s - request.arrived_s)
@@ -179,6 +180,7 @@ class Scheduler:
         """
         while True:
             rows, unfinished, num_kv_tokens, needy = self._try_to_ride()
+        self.manager.slide(self.running)
             if needy is None:
                 break
             if len(self.running) == 1:
@@ -201,6 +203,8 @@ class Scheduler:
             if num_tokens - request.num_computed > 1:
                 unfinished.append(request)
                 continue
+                if request.num_computed == len(request.block_ids) * block_size and not self.manager.grow(request):
+                    return rows, unfinished, num_kv_tokens, request
             if num_tokens > len(request.block_ids) * block_size and not self.manager.grow(request):
                 return rows, unfinished, num_kv_tokens, request
             rows.append(BatchRow(request, 1))

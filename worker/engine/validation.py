@@ -9,10 +9,17 @@ from common.types import ModelLimits, Reason, SamplingParams
 
 
 def check_submission(
-    limits: ModelLimits, prompt_token_ids: Sequence[int], output_token_ids: Sequence[int], sampling: SamplingParams
+    limits: ModelLimits,
+    max_kv_tokens: int,
+    prompt_token_ids: Sequence[int],
+    output_token_ids: Sequence[int],
+    sampling: SamplingParams,
 ) -> None:
-    """Raises InvalidRequestError, saying what is needed and what there is, if it can never be served."""
-    _check_lengths(limits, len(prompt_token_ids), len(output_token_ids), sampling)
+    """Raises InvalidRequestError, saying what is needed and what there is, if it can never be served.
+
+    `max_kv_tokens` of one request fit into the pool.
+    """
+    _check_lengths(limits, max_kv_tokens, len(prompt_token_ids), len(output_token_ids), sampling)
     for name, token_ids in (
         ("prompt_token_ids", prompt_token_ids),
         ("output_token_ids", output_token_ids),
@@ -26,7 +33,9 @@ def check_submission(
             )
 
 
-def _check_lengths(limits: ModelLimits, num_prompt: int, num_output: int, sampling: SamplingParams) -> None:
+def _check_lengths(
+    limits: ModelLimits, max_kv_tokens: int, num_prompt: int, num_output: int, sampling: SamplingParams
+) -> None:
     if num_prompt == 0:
         raise InvalidRequestError.of_field("prompt_token_ids", "empty; at least 1 is needed", Reason.EMPTY_PROMPT)
     if sampling.max_tokens < 1:
@@ -48,7 +57,7 @@ def _check_lengths(limits: ModelLimits, num_prompt: int, num_output: int, sampli
         )
     # The prompt and its first output token; the last token's own KV is never needed, so a resumed one may be full.
     num_needed = max(num_prompt + 1, num_prompt + num_output)
-    if num_needed > limits.num_blocks * limits.block_size:
+    if num_needed > max_kv_tokens:
         num_blocks = -(-num_needed // limits.block_size)
         raise InvalidRequestError.of_field(
             "prompt_token_ids",

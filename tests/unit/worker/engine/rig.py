@@ -11,6 +11,7 @@ from tests.support.fake_executor import FakeExecutor, generate
 from worker.cache.block import keyed_digest
 from worker.cache.manager import CacheManager
 from worker.cache.pool import BlockPool
+from worker.cache.window import Window
 from worker.engine.batch import Batch, SampledToken
 from worker.engine.engine import Engine
 from worker.engine.events import RequestRejected, StepStats
@@ -53,14 +54,23 @@ class EngineRig:
         prefix_cache: bool = True,
         mode: str = DEFAULT_MODE,
         **bounds: Any,
+        window: Window | None = None,
+        tracer: Tracer | None = None,
     ) -> None:
         """`bounds` are further fields of SchedulerConfig; unless told otherwise it plans no memory for any output."""
         bounds = {"optimism": 1.0, "output_share": 0.0} | bounds
         self.now_s = 0.0
-        self.executor = FakeExecutor(num_blocks + 1, block_size, vocab_size=VOCAB_SIZE, max_num_seqs=max_num_seqs)
+        self.executor = FakeExecutor(
+            num_blocks + 1, block_size, vocab_size=VOCAB_SIZE, max_num_seqs=max_num_seqs, window=window
+        )
         self.pool = BlockPool(num_blocks + 1)
         self.manager = CacheManager(
-            self.pool, block_size, keyed_digest(b"test"), prefix_cache=prefix_cache and MODES[mode].prefix_cache
+            self.pool,
+            block_size,
+            keyed_digest(b"test"),
+            prefix_cache=prefix_cache and MODES[mode].prefix_cache,
+            window=window,
+            max_chunk_tokens=max_chunk,
         )
         self.scheduler = Scheduler(
             self.manager, SchedulerConfig(max_num_seqs, budget, max_chunk, watermark_blocks, **bounds), MODES[mode]
