@@ -178,9 +178,9 @@ class Scheduler:
 
         Whoever is preempted for a block is not admitted by the same step: it gave one more than it finds.
         """
+        self.manager.slide(self.running)
         while True:
             rows, unfinished, num_kv_tokens, needy = self._try_to_ride()
-        self.manager.slide(self.running)
             if needy is None:
                 break
             if len(self.running) == 1:

@@ -53,9 +53,9 @@ class EngineRig:
         eos_token_ids: Sequence[int] = (),
         prefix_cache: bool = True,
         mode: str = DEFAULT_MODE,
-        **bounds: Any,
         window: Window | None = None,
         tracer: Tracer | None = None,
+        **bounds: Any,
     ) -> None:
         """`bounds` are further fields of SchedulerConfig; unless told otherwise it plans no memory for any output."""
         bounds = {"optimism": 1.0, "output_share": 0.0} | bounds
