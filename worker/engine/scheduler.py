@@ -201,10 +201,10 @@ class Scheduler:
         for request in self.running:
             num_tokens = len(request.token_ids)
             if num_tokens - request.num_computed > 1:
-                unfinished.append(request)
-                continue
                 if request.num_computed == len(request.block_ids) * block_size and not self.manager.grow(request):
                     return rows, unfinished, num_kv_tokens, request
+                unfinished.append(request)
+                continue
             if num_tokens > len(request.block_ids) * block_size and not self.manager.grow(request):
                 return rows, unfinished, num_kv_tokens, request
             rows.append(BatchRow(request, 1))
