@@ -63,7 +63,7 @@ down:  ## Stop the deployment and remove what it stored
 
 lock:  ## Pin the newest versions that pyproject.toml allows, and regenerate code with them
 	@$(find-python); rm -rf .local/lock && "$$python" -m venv .local/lock
-	.local/lock/bin/python -m pip install --disable-pip-version-check -e '.[gateway,worker,local,dev]'
+	.local/lock/bin/python -m pip install --disable-pip-version-check -e '.[gateway,worker,local,bench,dev]'
 	.local/lock/bin/python -m $(FREEZE) > requirements.lock.new
 	{ sed -n '/^#/p' requirements.lock; cat requirements.lock.new; } > requirements.lock.next
 	mv requirements.lock.next requirements.lock && rm -rf requirements.lock.new .local/lock
@@ -81,7 +81,7 @@ $(VENV)/.installed-run: pyproject.toml requirements.lock | $(BIN)/python
 
 $(VENV)/.installed-dev: $(VENV)/.installed-run
 	@echo "Installing what tests and checks need"
-	$(INSTALL) -e '.[gateway,worker,local,dev]'
+	$(INSTALL) -e '.[gateway,worker,local,bench,dev]'
 	@touch $@
 
 $(BIN)/python:
