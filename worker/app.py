@@ -25,6 +25,7 @@ from worker.cache.block import keyed_digest
 from worker.cache.manager import CacheManager
 from worker.cache.pool import BlockPool
 from worker.cache.storage import KVLayout
+from worker.cache.window import choose_window
 from worker.config import WorkerSettings
 from worker.engine.config import SchedulerConfig
 from worker.engine.engine import Engine
@@ -186,6 +187,7 @@ def load_engine(
         max_num_seqs=settings.max_num_seqs,
         max_num_batched_tokens=settings.max_num_batched_tokens,
         sampler=Sampler(model.config.vocab_size, model.text.eos_token_ids),
+        window=choose_window(model.config.sliding_window, settings.kv_window_tokens, settings.kv_sink_tokens),
         num_threads=settings.threads,
     )
     _log.info("warming_up", kv_blocks=num_blocks, threads=settings.threads)
@@ -195,7 +197,14 @@ def load_engine(
     digest = keyed_digest(secrets.token_bytes(32))  # nobody outside this process can predict a block's key
     mode = MODES[settings.scheduling_mode]
     prefix_cache = settings.prefix_cache and mode.prefix_cache
-    manager = CacheManager(pool, settings.block_size, digest, prefix_cache=prefix_cache)
+    manager = CacheManager(
+        pool,
+        settings.block_size,
+        digest,
+        prefix_cache=prefix_cache,
+        window=runner.window,
+        max_chunk_tokens=settings.max_num_batched_tokens,
+    )
     bounds = SchedulerConfig(
         max_num_seqs=settings.max_num_seqs,
         max_num_batched_tokens=settings.max_num_batched_tokens,

@@ -65,6 +65,15 @@ class WorkerSettings(Settings):
     context_limit: int = Field(
         0, ge=0, description="tokens of prompt and output together; 0: what the model was trained for"
     )
+    kv_window_tokens: int = Field(
+        0,
+        ge=0,
+        description="tokens that a token sees of its own sequence; older ones leave the KV cache, so that a request of "
+        "any length needs the same memory; 0: what the model was trained for",
+    )
+    kv_sink_tokens: int = Field(
+        4, ge=0, description="first tokens of a sequence that stay visible besides kv_window_tokens, for stable answers"
+    )
     prefix_cache: bool = Field(True, description="keep finished requests' blocks for later prompts that start alike")
     threads: int = Field(
         default_factory=_default_threads, ge=1, description="compute threads; more than cores makes steps slower"

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from common.types import Band, SamplingParams
 from worker.cache.storage import KVLayout, KVStorage
+from worker.cache.window import Window, choose_window
 from worker.engine.batch import Batch, BatchRow, SampledToken
 from worker.engine.executor import SamplingError
 from worker.engine.request import Request
@@ -33,7 +34,8 @@ class TokenSampler(Protocol):
 class ModelRunner:
     """An `Executor` over one model on this machine's CPUs.
 
-    Raises ValueError for a cache, model or limit that the kernels cannot serve.
+    `window` is what a token sees of its sequence: the model's own window, or a narrower one. Raises ValueError for a
+    cache, model or limit that the kernels cannot serve.
     """
 
     def __init__(
@@ -48,6 +50,7 @@ class ModelRunner:
         max_num_seqs: int,
         max_num_batched_tokens: int,
         sampler: TokenSampler,
+        window: Window | None = None,
         num_threads: int | None = None,
     ) -> None:
         if max_num_seqs < 1 or max_num_batched_tokens < 1:
@@ -57,6 +60,7 @@ class ModelRunner:
         if config.num_heads % config.num_kv_heads:
             raise ValueError(f"{config.num_heads} query heads cannot share {config.num_kv_heads} KV heads evenly")
         self._sampler = sampler
+        self.window = window or choose_window(config.sliding_window, 0, 0)
         self.storage = KVStorage(KVLayout.of(config, block_size, dtype), num_blocks)
         max_blocks = -(-config.max_positions // block_size)
         self._inputs = StepInputs(max_num_seqs, max_num_batched_tokens, max_blocks, block_size)
@@ -67,6 +71,7 @@ class ModelRunner:
             dtype=dtype,
             storage=self.storage,
             tables=self._inputs.tables,
+            window=self.window,
             num_threads=num_threads if num_threads is not None else torch.get_num_threads(),
         )
 

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from worker.cache.storage import KVStorage
+from worker.cache.window import Window
 from worker.kernels import AttentionShape, Backend, Epilogue, Linear, Program, Rows, StepSizes, StepTables
 from worker.model.config import ModelConfig
 from worker.model.layers import rope_table
@@ -28,6 +29,7 @@ class Transformer:
         dtype: torch.dtype,
         storage: KVStorage,
         tables: StepTables,
+        window: Window | None,
         num_threads: int,
     ) -> None:
         self._config = config
@@ -41,7 +43,8 @@ class Transformer:
             head_dim=config.head_dim,
             block_size=storage.layout.block_size,
             scale=config.head_dim**-0.5,
-            window=config.sliding_window,
+            window=None if window is None else window.num_tokens,
+            sinks=0 if window is None else window.num_sinks,
         )
         max_tokens, max_samples = len(tables.token_ids), len(tables.sample_tokens)
         max_positions = tables.block_tables.shape[1] * storage.layout.block_size
