@@ -37,7 +37,6 @@ class StepCounts:
     num_yielded: int = 0  # of the preempted, those that made way for a newcomer
     num_overtakes: int = 0  # admissions before a request that waits for memory
     num_recomputed_tokens: int = 0  # computed before a preemption, and not found at readmission
-    num_can_yield: int = 0  # running requests that would make way for a newcomer of the normal band
     is_blocked: bool = False  # a waiting request found no memory
 
 
@@ -83,7 +82,13 @@ class Scheduler:
         somebody waits for memory."""
         if self.step.is_blocked and self.waiting:
             return 0
-        return max(0, len(self._free_slots) + self.step.num_can_yield - self.waiting.num_preempted)
+        num_yielding = sum(
+            request.band >= Band.NORMAL  # what most newcomers are of
+            and request.state is RequestState.RUNNING
+            and can_yield(request, self.levels, self.num_steps)
+            for request in self._long
+        )
+        return max(0, len(self._free_slots) + num_yielding - self.waiting.num_preempted)
 
     def pause_s(self, now_s: float) -> float:
         """Seconds until a step can have work; 0 if it has already, or will not before a request comes."""
@@ -113,9 +118,6 @@ class Scheduler:
             if request.started_s is None:
                 request.started_s = now_s
                 self.step.first_chunk_waits_s.append(now_s - request.arrived_s)
-        self.step.num_can_yield = sum(
-            request.band >= Band.NORMAL and can_yield(request, self.levels, self.num_steps) for request in self._long
-        )
         batch = Batch(tuple(rows))
         self.memory.thrash.observe(batch.num_tokens, self.step.num_recomputed_tokens)
         return batch

@@ -17,6 +17,7 @@ from worker.engine.engine import Engine
 from worker.engine.events import RequestRejected, StepStats
 from worker.engine.modes import DEFAULT_MODE, MODES
 from worker.engine.scheduler import Scheduler, SchedulerConfig
+from worker.engine.trace import Tracer
 
 VOCAB_SIZE = 1000
 SESSION = 1
@@ -76,7 +77,9 @@ class EngineRig:
             self.manager, SchedulerConfig(max_num_seqs, budget, max_chunk, watermark_blocks, **bounds), MODES[mode]
         )
         limits = ModelLimits("fake", context_length, VOCAB_SIZE, block_size, num_blocks, max_num_seqs)
-        self.engine = Engine(self.executor, self.scheduler, self.manager, limits, eos_token_ids, lambda: self.now_s)
+        self.engine = Engine(
+            self.executor, self.scheduler, self.manager, limits, eos_token_ids, lambda: self.now_s, tracer
+        )
         self.engine.open_session(SESSION)
         self.cost_s: Callable[[Batch], float] = lambda batch: 0.0
         self._execute = self.executor.execute

@@ -1,6 +1,9 @@
-"""Random lives of many requests in a tiny pool: right tokens, exact books, one terminal event each, always an end."""
+"""Random lives of many requests in a tiny pool, in every mode and with levels that yield early: right tokens, exact
+books, one terminal event each, always an end."""
 
 from __future__ import annotations
+
+from typing import Any
 
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -11,6 +14,7 @@ from common.types import Band, FinishReason, Reason
 from tests.support.fake_executor import generate
 from tests.unit.worker.engine.rig import VOCAB_SIZE, EngineRig, Name, reason_of
 from worker.engine.executor import ExecutionError, SamplingError
+from worker.engine.modes import MODES
 
 PROMPTS = st.builds(  # many share a prefix
     lambda stem, cut, tail: (stem[:cut] + tail) or [0],
@@ -30,6 +34,21 @@ class EngineMachine(RuleBasedStateMachine):
         max_chunk=st.integers(1, 9),
         watermark_blocks=st.integers(0, 2),
         prefix_cache=st.sampled_from([True, True, False]),
+        mode=st.sampled_from([*MODES, "full", "full", "full", "full", "paged"]),
+        levels=st.fixed_dictionaries(
+            {
+                "long_after_steps": st.integers(0, 6),
+                "grace_steps": st.integers(0, 4),
+                "max_preemptions": st.integers(0, 3),
+                "max_overtakes": st.integers(0, 3),
+                "min_chunk_tokens": st.integers(1, 8),
+                "optimism": st.floats(0, 1),
+                "output_share": st.floats(0, 1),
+                "max_thrash": st.floats(0.1, 2),
+                "gather_count": st.integers(0, 3),
+            }
+        ),
+        token_s=st.sampled_from([0.0, 0.002, 0.03]),
     )
     def start(
         self,
@@ -40,6 +59,9 @@ class EngineMachine(RuleBasedStateMachine):
         max_chunk: int,
         watermark_blocks: int,
         prefix_cache: bool,
+        mode: str,
+        levels: dict[str, Any],
+        token_s: float,
     ) -> None:
         self.rig = EngineRig(
             num_blocks=num_blocks,
@@ -51,7 +73,10 @@ class EngineMachine(RuleBasedStateMachine):
             context_length=40,
             eos_token_ids=STOP_TOKENS,
             prefix_cache=prefix_cache,
+            mode=mode,
+            **levels,
         )
+        self.rig.cost_s = lambda batch: 0.002 + token_s * batch.num_tokens
         self.max_length = min(40, num_blocks * block_size + 1)
         self.wanted: dict[Name, tuple[list[int], FinishReason]] = {}
         self.sessions = [1]
@@ -100,7 +125,13 @@ class EngineMachine(RuleBasedStateMachine):
     @rule(num_steps=st.integers(1, 6))
     def step(self, num_steps: int) -> None:
         for _ in range(num_steps):
-            self.rig.step()
+            stats = self.rig.step()
+            if not stats.num_rows and self.rig.engine.num_requests:
+                assert self.rig.engine.pause_s > 0, "a step without progress, and nothing to wait for"
+
+    @rule(seconds=st.sampled_from([0.01, 0.05, 0.2]))
+    def let_time_pass(self, seconds: float) -> None:
+        self.rig.now_s += seconds
 
     @precondition(lambda self: self.wanted)
     @rule(data=st.data())
@@ -166,5 +197,5 @@ class EngineMachine(RuleBasedStateMachine):
                 assert sorted(claims) == sorted(name[1:] for name in self.rig.records if name[0] == session_id)
 
 
-EngineMachine.TestCase.settings = settings(max_examples=80, stateful_step_count=30, deadline=None)
+EngineMachine.TestCase.settings = settings(max_examples=100, stateful_step_count=30, deadline=None)
 TestEngine = EngineMachine.TestCase

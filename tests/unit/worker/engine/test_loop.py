@@ -161,6 +161,32 @@ async def test_age_grows_while_a_step_hangs_and_is_zero_when_idle() -> None:
     assert bridge.loop.age_s == 0
 
 
+async def test_age_grows_while_steps_compute_nothing_though_requests_wait() -> None:
+    rig = EngineRig()
+    async with running(rig) as bridge:
+        rig.scheduler.schedule = lambda now_s=0.0: Batch(())  # type: ignore[method-assign]
+        bridge.submit("r")
+        while (await bridge.outputs.get()).stats.waiting == 0:
+            pass
+        bridge.clock.now += 7
+        await bridge.outputs.get()
+        assert bridge.loop.age_s == 7
+
+
+async def test_the_loop_sleeps_while_requests_gather_and_wakes_in_time() -> None:
+    rig = EngineRig(mode="client", gather_s=0.05)
+    rig.now_s = 100.0  # as the bridge's clock
+    async with running(rig) as bridge:
+        await bridge.outputs.get()
+        bridge.submit("r")
+        bridge.submit("company")
+        assert bridge.outputs.empty(), "no step while they gather"
+        rig.now_s += 1
+        token_ids, _ = await bridge.until_ended("r")
+        assert len(token_ids) == 5
+        assert rig.executor.batches[0] == [("r", 3), ("company", 3)]
+
+
 async def test_a_broken_executor_is_noticed_and_ends_waiting_for_it() -> None:
     rig = EngineRig()
     rig.executor.error = RuntimeError("device lost")
