@@ -5,23 +5,20 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
-from collections.abc import Awaitable, Callable, Iterator
-from contextlib import aclosing, contextmanager
+from collections.abc import Awaitable, Callable
+from contextlib import aclosing
 from enum import StrEnum
 from typing import Annotated, TypeVar
 
 import typer
 
+from client.admin_cli import admin
 from client.client import Client
-from client.connection import TLS_FILES, TlsFiles, connect
+from client.connection import EXIT_FAILED, TLS_FILES, TlsFiles, connect, failures
 from client.conversation import Conversation, talk
-from client.errors import ClientError
-from client.terminal import note, note_error, note_finished, write_answer, write_models
+from client.terminal import note, note_finished, write_answer, write_models
 from client.types import Chat, Delta, Finished, Message, Sampling, Text
 from common.types import Band
-
-EXIT_FAILED, EXIT_TRY_LATER, EXIT_INTERRUPTED = 1, 3, 130
-_TRY_LATER = {"UNAVAILABLE", "RESOURCE_EXHAUSTED"}
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -32,6 +29,7 @@ app = typer.Typer(
     epilog="Answers go to standard output, all else to standard error. Exit status: 0 success, 1 the request failed, "
     "2 wrong usage, 3 nobody could serve it now (try again later), 130 interrupted.",
 )
+app.add_typer(admin, name="admin")
 
 _T = TypeVar("_T")
 
@@ -130,7 +128,7 @@ def chat(
         seed=seed,
         stop=stop or (),
     )
-    with _failures(), asyncio.Runner() as runner:
+    with failures(), asyncio.Runner() as runner:
         client = runner.run(connect(address, api_key, tls))
         conversation = Conversation(client, sampling, model, _band(band), timeout, system)
         try:
@@ -256,18 +254,5 @@ def _run(address: str, api_key: str, tls: bool, call: Callable[[Client], Awaitab
         async with await connect(address, api_key, tls) as client:
             return await call(client)
 
-    with _failures():
+    with failures():
         return asyncio.run(run())
-
-
-@contextmanager
-def _failures() -> Iterator[None]:
-    """What went wrong, in a line and an exit status."""
-    try:
-        yield
-    except ClientError as error:
-        note_error(error)
-        raise typer.Exit(EXIT_TRY_LATER if error.status in _TRY_LATER else EXIT_FAILED) from error
-    except KeyboardInterrupt:
-        note("[cancelled]")
-        raise typer.Exit(EXIT_INTERRUPTED) from None

@@ -1,7 +1,9 @@
-"""How the command line connects: the options that come before a command and concern the connection itself."""
+"""How commands connect, by the options that come before them, and what they say when a call fails."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 
@@ -9,7 +11,12 @@ import grpc
 import typer
 
 from client.client import Client, ClientOptions
+from client.errors import ClientError
+from client.terminal import note, note_error
 from common.rpc.tls import TlsError, channel_credentials
+
+EXIT_FAILED, EXIT_TRY_LATER, EXIT_INTERRUPTED = 1, 3, 130
+_TRY_LATER = {"UNAVAILABLE", "RESOURCE_EXHAUSTED"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,11 +39,30 @@ TLS_FILES: ContextVar[TlsFiles] = ContextVar("tls_files", default=TlsFiles())  #
 """What the options before the command say."""
 
 
-async def connect(address: str, key: str, tls: bool) -> Client:
-    """A client, made in the event loop, as a channel belongs to the loop that it is made in. Raises BadParameter."""
+@contextmanager
+def secured(tls: bool) -> Iterator[tuple[grpc.ChannelCredentials | None, ClientOptions]]:
+    """Credentials and options for a client that is made in the block. Raises BadParameter for what it cannot use."""
     files = TLS_FILES.get()
     try:
-        credentials = files.credentials(is_wanted=tls)
-        return Client(address, key, options=ClientOptions(server_name=files.name), credentials=credentials)
+        yield files.credentials(is_wanted=tls), ClientOptions(server_name=files.name)
     except (ValueError, TlsError) as error:
         raise typer.BadParameter(str(error)) from error
+
+
+async def connect(address: str, key: str, tls: bool) -> Client:
+    """A client, made in the event loop, as a channel belongs to the loop that it is made in. Raises BadParameter."""
+    with secured(tls) as (credentials, options):
+        return Client(address, key, options=options, credentials=credentials)
+
+
+@contextmanager
+def failures() -> Iterator[None]:
+    """What went wrong, in a line and an exit status."""
+    try:
+        yield
+    except ClientError as error:
+        note_error(error)
+        raise typer.Exit(EXIT_TRY_LATER if error.status in _TRY_LATER else EXIT_FAILED) from error
+    except KeyboardInterrupt:
+        note("[cancelled]")
+        raise typer.Exit(EXIT_INTERRUPTED) from None

@@ -37,7 +37,12 @@ async def serve(settings: GatewaySettings, url: str) -> None:
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, on_signal)
     await app.start()
-    await stopping.wait()
+    asked = asyncio.create_task(app.drain_wanted.wait())
+    signalled = asyncio.create_task(stopping.wait())
+    await asyncio.wait([asked, signalled], return_when=asyncio.FIRST_COMPLETED)
+    stopping.set()
+    for waiting in (asked, signalled):
+        waiting.cancel()
     _log.info("gateway_draining", drain_s=settings.drain_s)
     watching.cancel()
     draining = asyncio.create_task(app.stop())

@@ -14,7 +14,7 @@ from prometheus_client import CollectorRegistry
 from common.clock import Clock, SystemClock
 from common.errors import UnavailableError
 from common.metrics import GatewayMetrics, MetricsServer
-from common.rpc.fleet_key import fleet_authenticator
+from common.rpc.fleet_key import admin_authenticator, fleet_authenticator
 from common.rpc.server import RpcServer, ServerOptions
 from common.rpc.tls import fleet_dialling, server_credentials
 from gateway.admission.drain_rate import DrainRate
@@ -25,8 +25,10 @@ from gateway.handler import Handler, HandlerSettings
 from gateway.housekeeper import Housekeeper, HousekeeperSettings
 from gateway.placement.fleet import Fleet
 from gateway.prompts import PromptReader
-from gateway.rpc import fleet_service, inference_service
+from gateway.rpc import admin_service, fleet_service, inference_service
+from gateway.rpc.admin_service import AdminService, AdminSettings
 from gateway.rpc.dialer import WorkerDialer
+from gateway.rpc.endings import Endings
 from gateway.rpc.worker_session import SessionSettings
 from gateway.store.redis_limiter import RedisLimiter
 from gateway.store.redis_queue import QueueSettings, RedisQueue
@@ -60,6 +62,8 @@ class GatewayApp:
         self._metrics_server: MetricsServer | None = None
         metrics = GatewayMetrics(self._registry)
         self._changed = asyncio.Event()
+        self.drain_wanted = asyncio.Event()
+        """Set when an operator has asked for it: whoever runs this gateway then stops it."""
         self._background = Background(self._on_crash)
         self._store = StoreHealth(metrics, self._changed.set)
         self.fleet = Fleet(clock.monotonic, settings.default_model, self._changed.set)
@@ -128,19 +132,33 @@ class GatewayApp:
             {
                 inference_service.SERVICE_NAME: tenants.authenticate,
                 fleet_service.SERVICE_NAME: fleet_authenticator(settings.fleet_key),
+                admin_service.SERVICE_NAME: admin_authenticator(settings.admin_key),
             },
         )
+        endings = Endings(clock)
         inference = inference_service.InferenceService(
             self._handler,
             self.dispatcher,
             self.fleet,
             self._prompts,
+            endings,
             clock,
             slow_consumer_s=settings.slow_consumer_s,
         )
         announcements = fleet_service.FleetService(self.queue, ttl_s=settings.announce_ttl_s)
         self._server.add(inference_service.SERVICE_NAME, inference_service.register, inference)
         self._server.add(fleet_service.SERVICE_NAME, fleet_service.register, announcements)
+        administration = AdminService(
+            self.dispatcher,
+            self._dialer,
+            self.queue,
+            tenants,
+            endings,
+            clock,
+            AdminSettings(self.gateway_id, settings.credit_output_tokens),
+            begin_drain=self.drain_wanted.set,
+        )
+        self._server.add(admin_service.SERVICE_NAME, admin_service.register, administration)
         self.port = 0
 
     @property
@@ -198,6 +216,7 @@ class GatewayApp:
         """SERVING while the store answers, a worker is ready and every loop runs; Fleet needs no ready worker."""
         while True:
             is_well = self._store.is_up and not self._background.is_crashed
+            await self._server.set_serving([admin_service.SERVICE_NAME], is_serving=True)
             await self._server.set_serving([fleet_service.SERVICE_NAME], is_serving=is_well)
             is_serving = is_well and self.fleet.is_ready
             await self._server.set_serving(["", inference_service.SERVICE_NAME], is_serving=is_serving)

@@ -31,6 +31,9 @@ class GatewaySettings(Settings):
         Path("tenants.json"),
         description="JSON file of tenants: id, key_sha256, band, weight, limits; read at the start and when it changes",
     )
+    admin_key: str = Field(
+        "", description="secret that operators show to the admin service; empty: it refuses everybody"
+    )
     workers: str = Field("", description="comma-separated host:port of workers to dial besides the announced ones")
     default_model: str = Field("", description="answers requests that name no model; empty: the only model there is")
 

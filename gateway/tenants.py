@@ -55,6 +55,11 @@ class Tenants:
     def __len__(self) -> int:
         return len(set(self._by_key_hash.values()))
 
+    @property
+    def all(self) -> list[Tenant]:
+        """Every tenant once, by id."""
+        return sorted(set(self._by_key_hash.values()), key=lambda tenant: tenant.tenant_id)
+
     def replace(self, others: Tenants) -> None:
         """Becomes the others; calls that are authenticated already go on as they are."""
         self._by_key_hash = others._by_key_hash

@@ -68,7 +68,8 @@ class Worker:
         # Milliseconds since 1970: later starts have larger epochs, and every script's numbers hold them exactly.
         self._identity = Identity(settings.worker_id, int(self._clock.time() * 1000))
         fleet_key = FleetKey(settings.fleet_key)
-        self._service = WorkerService(self._identity, fleet_key, self._metrics.sessions.set)
+        self._drain_wanted = asyncio.Event()  # by an operator, through a gateway
+        self._service = WorkerService(self._identity, fleet_key, self._metrics.sessions.set, self._drain_wanted.set)
         options = ServerOptions(settings.max_receive_message_bytes, settings.max_send_message_bytes)
         self._credentials = server_credentials(settings)
         self._dialling = fleet_dialling(settings)
@@ -108,7 +109,7 @@ class Worker:
             announcing = self._spawn(announcer.run())
             self._spawn(watch_loop(loop, self._settings.max_loop_age_s, self._set_serving))
             _log.info("worker_serving", **dataclasses.asdict(description.limits))
-            await stop.wait()
+            await _any_set(stop, self._drain_wanted)
             announcing.cancel()
             await self._drain(loop, announcer)
         finally:
@@ -263,6 +264,16 @@ def _open_trace(path: str) -> Iterator[Tracer | None]:
     with contextlib.closing(ChromeTrace(Path(path).open("w", encoding="utf-8"))) as trace:
         _log.info("steps_recorded", trace=path)
         yield trace
+
+
+async def _any_set(*events: asyncio.Event) -> None:
+    """Returns as soon as one of them is set."""
+    waiting = [asyncio.ensure_future(event.wait()) for event in events]
+    try:
+        await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for each in waiting:
+            each.cancel()
 
 
 async def _unless(stop: asyncio.Event, work: Awaitable[_T]) -> _T | None:

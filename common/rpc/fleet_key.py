@@ -1,4 +1,4 @@
-"""The deployment's shared secret, which gateways and workers show each other."""
+"""The deployment's secrets: what gateways and workers show each other, and what operators show."""
 
 from __future__ import annotations
 
@@ -15,13 +15,22 @@ def fleet_metadata(fleet_key: str) -> tuple[tuple[str, str], ...]:
 
 
 def fleet_authenticator(fleet_key: str) -> Authenticator:
-    """Accepts calls that show the key. An empty key accepts nobody."""
+    """Accepts calls that show the fleet key. An empty key accepts nobody."""
+    return _authenticator(fleet_key, "fleet key")
+
+
+def admin_authenticator(admin_key: str) -> Authenticator:
+    """Accepts calls that show the operators' key. An empty key accepts nobody."""
+    return _authenticator(admin_key, "admin key")
+
+
+def _authenticator(key: str, name: str) -> Authenticator:
 
     def authenticate(shown: str | None) -> None:
         if shown is None:
-            message = "no fleet key: send metadata 'authorization: Bearer <fleet key>'"
+            message = f"no {name}: send metadata 'authorization: Bearer <{name}>'"
             raise UnauthenticatedError(message, reason=Reason.MISSING_CREDENTIAL)
-        if not fleet_key or not hmac.compare_digest(shown.encode(), fleet_key.encode()):
-            raise UnauthenticatedError("the fleet key is not the one of this deployment")
+        if not key or not hmac.compare_digest(shown.encode(), key.encode()):
+            raise UnauthenticatedError(f"the {name} is not the one of this deployment")
 
     return authenticate

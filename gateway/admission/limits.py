@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from datetime import datetime, timedelta
 from typing import Annotated, ClassVar
 from zoneinfo import ZoneInfo, ZoneInfoNotFoundError
@@ -40,6 +40,12 @@ class TenantLimits:
     max_queue_wait_s: Annotated[float, Field(gt=0, le=86400, strict=True)] | None = (
         None  # seconds a request may wait, if below the gateway's
     )
+
+    def described(self) -> dict[str, str]:
+        """Name and value of every limit that is set; the time zone if a limit depends on it."""
+        names = [field.name for field in fields(self) if field.name != "time_zone"]
+        described = {name: str(value) for name in names if (value := getattr(self, name)) is not None}
+        return described if self.tokens_per_day is None else {**described, "time_zone": self.time_zone}
 
     @property
     def max_request_tokens(self) -> int | None:

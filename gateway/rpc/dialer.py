@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from random import Random
@@ -71,6 +71,11 @@ class WorkerDialer:
         self._dialling: set[str] = set()
         self._sessions: dict[str, GrpcWorkerSession] = {}  # by address
         self._models: dict[str, tuple[ModelDescription, TextModel]] = {}
+
+    @property
+    def sessions(self) -> Mapping[str, GrpcWorkerSession]:
+        """Sessions by the address dialled, those that are being opened included."""
+        return self._sessions
 
     def start(self) -> None:
         """Starts the loop."""

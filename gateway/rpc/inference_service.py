@@ -18,6 +18,7 @@ from gateway.placement.fleet import Fleet
 from gateway.prompts import PromptReader
 from gateway.requests import TokenPrompt, check_prompt, check_request_id
 from gateway.rpc.codec import decode_generate, decode_prompt, encode_complete, encode_event, encode_remaining
+from gateway.rpc.endings import Endings, WatchedCall
 from gateway.tenants import Tenant
 from protos.inference.v1 import inference_pb2, inference_pb2_grpc
 
@@ -34,6 +35,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         dispatcher: Dispatcher,
         fleet: Fleet,
         prompts: PromptReader,
+        endings: Endings,
         clock: Clock,
         *,
         slow_consumer_s: float,
@@ -43,6 +45,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         self._dispatcher = dispatcher
         self._fleet = fleet
         self._prompts = prompts
+        self._endings = endings
         self._clock = clock
         self._slow_consumer_s = slow_consumer_s
 
@@ -50,33 +53,42 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         self, request: inference_pb2.GenerateRequest, context: Any
     ) -> None:
         """Streams one answer."""
-        async with aclosing(self._events(request, context)) as events:
-            async for event in events:
-                if isinstance(event, Accepted):
-                    context.set_trailing_metadata(encode_remaining(event.remaining))
-                    token_bytes = event.request.model.text.token_bytes
-                message = encode_event(event, token_bytes)
-                try:
-                    async with asyncio.timeout(self._slow_consumer_s):
-                        await context.write(message)
-                except TimeoutError:
-                    await events.athrow(SlowConsumerError(f"nothing was read for {self._slow_consumer_s:g} s"))
+        watched = _watched(request)
+        with self._endings.noted(watched):
+            async with aclosing(self._events(request, context)) as events:
+                await self._write(events, watched, context)
+
+    async def _write(self, events: AsyncGenerator[Event, None], watched: WatchedCall, context: Any) -> None:
+        async for event in events:
+            if isinstance(event, Accepted):
+                watched.fleet_id = event.request.fleet_id
+                context.set_trailing_metadata(encode_remaining(event.remaining))
+                token_bytes = event.request.model.text.token_bytes
+            message = encode_event(event, token_bytes)
+            try:
+                async with asyncio.timeout(self._slow_consumer_s):
+                    await context.write(message)
+            except TimeoutError:
+                await events.athrow(SlowConsumerError(f"nothing was read for {self._slow_consumer_s:g} s"))
 
     async def Complete(self, request: inference_pb2.GenerateRequest, context: Any) -> inference_pb2.CompleteResponse:
         """The same as Generate, in one message."""
         accepted: Accepted | None = None
         finished: Finished | None = None
         deltas: list[TextDelta] = []
-        async with aclosing(self._events(request, context)) as events:
-            async for event in events:
-                match event:
-                    case Accepted():
-                        context.set_trailing_metadata(encode_remaining(event.remaining))
-                        accepted = event
-                    case TextDelta():
-                        deltas.append(event)
-                    case Finished():
-                        finished = event
+        watched = _watched(request)
+        with self._endings.noted(watched):
+            async with aclosing(self._events(request, context)) as events:
+                async for event in events:
+                    match event:
+                        case Accepted():
+                            watched.fleet_id = event.request.fleet_id
+                            context.set_trailing_metadata(encode_remaining(event.remaining))
+                            accepted = event
+                        case TextDelta():
+                            deltas.append(event)
+                        case Finished():
+                            finished = event
         assert accepted is not None, "an answer starts with Accepted"
         assert finished is not None, "an answer that does not fail ends with Finished"
         return encode_complete(accepted, deltas, finished)
@@ -118,6 +130,10 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
             for model in self._fleet.models
         ]
         return inference_pb2.ListModelsResponse(models=models)
+
+
+def _watched(request: inference_pb2.GenerateRequest) -> WatchedCall:
+    return WatchedCall(fleet_request_id(_tenant().tenant_id, request.request_id) if request.request_id else "")
 
 
 def _tenant() -> Tenant:

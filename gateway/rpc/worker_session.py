@@ -13,7 +13,7 @@ import structlog
 
 from common.errors import UnavailableError
 from common.rpc.fleet_key import fleet_metadata
-from common.types import ClaimRef, ModelDescription, ModelLimits, Reason
+from common.types import BlockUsage, ClaimRef, ModelDescription, ModelLimits, Reason
 from gateway.placement.model import ServedModel
 from gateway.placement.worker import RejectedEvent, SessionListener, Submission, TokensEvent, WorkerState
 from gateway.rpc import worker_codec
@@ -79,6 +79,7 @@ class GrpcWorkerSession:
         self._is_announced = False  # to the listener
         self._commands: asyncio.Queue[worker_pb2.SessionCommand] = asyncio.Queue()
         self._numbers = itertools.count(1)
+        self.usage: BlockUsage | None = None  # as the worker said last
         self._current: dict[str, tuple[str, int]] = {}  # request id -> wire id and attempt of its latest submission
         self._num_silent_ticks = 0
 
@@ -126,6 +127,11 @@ class GrpcWorkerSession:
         if self._state is WorkerState.READY:
             self._state = WorkerState.DRAINING
             self._listener.on_change()
+
+    def drain_worker(self) -> None:
+        """Tells the worker to drain in all its sessions and then to end."""
+        self.drain()
+        self._commands.put_nowait(worker_pb2.SessionCommand(drain=worker_pb2.Drain(whole_worker=True)))
 
     async def run(self) -> None:
         """Opens the session and passes on what comes, until it ends. Raises SessionFailedError unless it was open."""
@@ -223,7 +229,8 @@ class GrpcWorkerSession:
             self._listener.on_tokens(self._worker_id, event)
         if step.HasField("usage"):
             accounted = tuple(self._claim_refs(step.usage))
-            self._listener.on_usage(self._worker_id, worker_codec.decode_usage(step.usage, accounted))
+            self.usage = worker_codec.decode_usage(step.usage, accounted)
+            self._listener.on_usage(self._worker_id, self.usage)
         if step.loop_age_s > self._settings.max_loop_age_s:
             raise ProtocolError(f"the engine loop has made no progress for {step.loop_age_s:.1f} s")
 

@@ -110,6 +110,7 @@ class ScriptedWorker:
         self.port = 0
         self.submitted: list[worker_pb2.Submit] = []
         self.aborted: list[str] = []
+        self.drains: list[worker_pb2.Drain] = []
         self.sessions: list[Session] = []
         self.is_silent = False
         self.loop_age_s = 0.0
@@ -308,6 +309,9 @@ class _Service(worker_pb2_grpc.WorkerServicer):
                 await self._worker.take(session, command.submit)
             elif command.HasField("abort"):
                 await self._worker.stop_request(session, command.abort)
+            elif command.HasField("drain"):
+                self._worker.drains.append(command.drain)
+                await self._worker.notify()
         session.events.put_nowait(None)
 
 

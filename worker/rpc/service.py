@@ -37,12 +37,18 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
     """Refuses everything until `serve` is called or after `fail`, and new sessions after `drain`."""
 
     def __init__(
-        self, identity: Identity, fleet_key: FleetKey, on_sessions: Callable[[int], None] = lambda count: None
+        self,
+        identity: Identity,
+        fleet_key: FleetKey,
+        on_sessions: Callable[[int], None] = lambda count: None,
+        on_drain: Callable[[], None] = lambda: None,
     ) -> None:
-        """`on_sessions` is told how many sessions there are whenever that changes."""
+        """`on_sessions` is told how many sessions there are whenever that changes; `on_drain` is called when a gateway
+        asks the whole worker to drain."""
         self._identity = identity
         self._fleet_key = fleet_key
         self._on_sessions = on_sessions
+        self._on_drain = on_drain
         self._serving: Serving | None = None
         self._is_draining = False
         self._ids = itertools.count(1)
@@ -99,7 +105,7 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
         commands = aiter(request_iterator)
         gateway_id = await _read_open(commands)
         limits = serving.description.limits
-        session = GatewaySession(next(self._ids), gateway_id, serving.engine, limits)
+        session = GatewaySession(next(self._ids), gateway_id, serving.engine, limits, self._on_drain)
         self._add(session)
         try:
             session.open()

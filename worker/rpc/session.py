@@ -60,11 +60,20 @@ class EngineLoop(Protocol):
 class GatewaySession:
     """Lives from a gateway's Open to the end of its stream, whatever ends it. Used on the event loop only."""
 
-    def __init__(self, session_id: int, gateway_id: str, engine: EngineLoop, limits: ModelLimits) -> None:
+    def __init__(
+        self,
+        session_id: int,
+        gateway_id: str,
+        engine: EngineLoop,
+        limits: ModelLimits,
+        on_drain: Callable[[], None],
+    ) -> None:
+        """`on_drain` is called when the gateway asks the whole worker to drain."""
         self.session_id = session_id
         self.gateway_id = gateway_id
         self._engine = engine
         self._limits = limits
+        self._on_drain = on_drain
         self._mailbox = Mailbox()
         self._live: set[tuple[str, int]] = set()  # submitted and not ended
         self._usage: worker_pb2.BlockUsage | None = None  # the latest, to be repeated in heartbeats
@@ -148,6 +157,9 @@ class GatewaySession:
                 self._submit(command.submit)
             case "abort":
                 self._engine.abort(self.session_id, command.abort.request_id, command.abort.attempt)
+            case "drain" if command.drain.whole_worker:
+                _log.info("drain_asked_for", gateway_id=self.gateway_id)
+                self._on_drain()
             case "drain":
                 self.drain()
             case "open":

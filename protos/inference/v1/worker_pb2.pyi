@@ -165,12 +165,17 @@ class Drain(_message.Message):
 
     DESCRIPTOR: _descriptor.Descriptor
 
+    WHOLE_WORKER_FIELD_NUMBER: _builtins.int
+    whole_worker: _builtins.bool
+    """in every session, and then end the program; else in this session only"""
     def __init__(
         self,
+        *,
+        whole_worker: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["whole_worker", b"whole_worker"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -78,9 +78,10 @@ class WorkerRig:
         )
         self.description = ModelDescription(limits, tokenizer, "", (), None, False, "", "")
         self.died = asyncio.Event()
+        self.drain_wanted = asyncio.Event()
         self.num_sessions = 0
         key = FleetKey(fleet_key)
-        self.service = WorkerService(IDENTITY, key, self._count_sessions)
+        self.service = WorkerService(IDENTITY, key, self._count_sessions, self.drain_wanted.set)
         self.loop = EngineLoop(self.engine, SystemClock(), on_output=self._on_output, on_dead=self._on_dead)
         self._server = RpcServer(ServerOptions(4 << 20, 4 << 20), SystemClock(), {SERVICE_NAME: key.authenticate})
         self._server.add(SERVICE_NAME, register, self.service)

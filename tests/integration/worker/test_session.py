@@ -257,6 +257,14 @@ async def test_a_gateway_can_drain_its_own_session() -> None:
         assert await other.read_until_ended("beta/1") == "FINISH_REASON_LENGTH"
 
 
+async def test_a_gateway_can_ask_the_whole_worker_to_drain() -> None:
+    async with WorkerRig().running() as rig, grpc.aio.insecure_channel(rig.address) as channel:
+        gateway = Gateway(channel)
+        await gateway.open("g1")
+        await gateway.call.write(worker_pb2.SessionCommand(drain=worker_pb2.Drain(whole_worker=True)))
+        await asyncio.wait_for(rig.drain_wanted.wait(), WAIT_S)
+
+
 async def test_a_dead_engine_ends_sessions_as_unavailable_and_takes_no_new_ones() -> None:
     async with WorkerRig().running() as rig, grpc.aio.insecure_channel(rig.address) as channel:
         gateway = Gateway(channel)
