@@ -21,6 +21,7 @@ from pathlib import Path
 from statistics import mean, median
 
 import numpy as np
+
 from common.local_redis import redis_url
 from common.types import Band, BlockUsage, ClaimRef, ModelLimits
 from gateway.queueing.queue import Claim, Flow, QueueEntry, WorkerReport
@@ -245,7 +246,11 @@ def plot(path: Path, replays: dict[str, list[Request]]) -> None:
 async def main(url: str, options: argparse.Namespace) -> None:
     """Replays both ways and prints the table."""
     settings = QueueSettings(
-        claim_lease_s=HOUR_S, report_ttl_s=HOUR_S, max_connections=1, long_wait_s=options.long_wait_s
+        claim_lease_s=HOUR_S,
+        report_ttl_s=HOUR_S,
+        max_connections=1,
+        long_wait_s=options.long_wait_s,
+        claims_per_long_wait=options.claims_per_long_wait,
     )
     print(f"{'':<22}{'max diff':>12}{'mean diff':>12}{'tokens/s':>12}{'client TTFT':>12}{'TTFT':>12}{'max TTFT':>12}")
     replays = {}
@@ -263,7 +268,9 @@ if __name__ == "__main__":
     parser.add_argument("--trace", type=Path, required=True, help="CSV file")
     parser.add_argument("--requests", type=int, help="only the first so many")
     parser.add_argument("--pool-tokens", type=int, default=Speed().pool_tokens, help="KV pool of the simulated worker")
-    parser.add_argument("--long-wait-s", type=float, default=QueueSettings().long_wait_s, help="see QueueSettings")
+    defaults = QueueSettings()
+    parser.add_argument("--long-wait-s", type=float, default=defaults.long_wait_s, help="see QueueSettings")
+    parser.add_argument("--claims-per-long-wait", type=int, default=defaults.claims_per_long_wait, help="the same")
     parser.add_argument("--plot", type=Path, help="picture of cumulative service by client; needs matplotlib")
     with redis_url(os.environ.get("TIDEGATE_REDIS_URL")) as found:
         asyncio.run(main(found, parser.parse_args()))

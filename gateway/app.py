@@ -239,7 +239,11 @@ def _server_options(settings: GatewaySettings) -> ServerOptions:
 
 def _queue_settings(settings: GatewaySettings) -> QueueSettings:
     return QueueSettings(
-        normal_share=settings.normal_share, low_share=settings.low_share, long_wait_s=settings.long_wait_s
+        normal_share=settings.normal_share,
+        low_share=settings.low_share,
+        normal_headroom=settings.normal_headroom,
+        low_headroom=settings.low_headroom,
+        long_wait_s=settings.long_wait_s,
     )
 
 

@@ -50,6 +50,12 @@ class GatewaySettings(Settings):
         0.1, ge=0, le=0.5, description="least share of served tokens of the normal band while a higher one waits too"
     )
     low_share: float = Field(0.05, ge=0, le=0.4, description="the same for the low band")
+    normal_headroom: float = Field(
+        0.0, ge=0, lt=1, description="part of each worker that the normal band leaves free for the high one"
+    )
+    low_headroom: float = Field(
+        0.1, ge=0, lt=1, description="part of each worker that the low band leaves free for higher ones"
+    )
     long_wait_s: float = Field(
         30.0, ge=0, description="seconds after which a request's turn may come by its wait alone, one claim in 16"
     )

@@ -50,6 +50,10 @@ class QueueSettings:
     output_weight: int = 2  # of an output token
     normal_share: float = 0.1  # least share of the normal band in the tokens served, while it and a higher one wait
     low_share: float = 0.05  # the same for the low band
+    normal_headroom: float = (
+        0.0  # part of a worker's slots and blocks that the normal band leaves free for the high one
+    )
+    low_headroom: float = 0.0  # the same for the low band; claims by share or by wait need leave nothing
     max_owed_tokens: int = 20_000  # weighted tokens of its share that a band can save up
     long_wait_s: float = 30.0  # after this long a request's turn may come by its wait, whatever its band and flow
     claims_per_long_wait: int = 16  # of so many claims, one goes to the longest wait if that is long
@@ -151,6 +155,8 @@ class RedisQueue:
             bounds.max_owed_tokens,
             microseconds(bounds.long_wait_s),
             bounds.claims_per_long_wait - 1,
+            round(bounds.normal_headroom * 1000),
+            round(bounds.low_headroom * 1000),
             len(reports),
         ]
         for report in reports:

@@ -240,6 +240,49 @@ class TestShares:
         await finish(queue, "n", *(f"h{i}" for i in range(9)))
 
 
+class TestHeadroom:
+    """What a lower band leaves free for higher ones, unless it is entitled to the claim."""
+
+    async def test_of_slots(self, make_queue: MakeQueue) -> None:
+        queue = make_queue("g1", replace(SETTINGS, normal_headroom=0.1, low_headroom=0.3))
+        await enqueue(queue, *(f"l{i}" for i in range(9)), band=Band.LOW)
+        assert len(await queue.dispatch([report(slots=10, max_num_seqs=10)])) == 7
+        await enqueue(queue, *(f"n{i}" for i in range(4)))
+        assert ids(await queue.dispatch()) == ["n0", "n1"]
+        await enqueue(queue, *(f"h{i}" for i in range(2)), band=Band.HIGH)
+        assert ids(await queue.dispatch()) == ["h0"]
+        await finish(queue, *(f"l{i}" for i in range(9)), *(f"n{i}" for i in range(4)), "h0", "h1")
+
+    async def test_of_blocks(self, make_queue: MakeQueue) -> None:
+        queue = make_queue("g1", replace(SETTINGS, low_headroom=0.2))
+        await enqueue(queue, "l0", "l1", band=Band.LOW, blocks=40)
+        await enqueue(queue, "l2", band=Band.LOW)
+        assert ids(await queue.dispatch([report(slots=9, max_num_seqs=9)])) == ["l0", "l1"]
+        await enqueue(queue, "h0", band=Band.HIGH, blocks=20)
+        assert ids(await queue.dispatch()) == ["h0"]
+        await finish(queue, "l0", "l1", "l2", "h0")
+
+    async def test_what_only_just_fits_into_a_worker_need_leave_nothing(self, make_queue: MakeQueue) -> None:
+        queue = make_queue("g1", replace(SETTINGS, low_headroom=0.2))
+        await enqueue(queue, "huge", band=Band.LOW, blocks=95)
+        assert ids(await queue.dispatch([report()])) == ["huge"]
+        await finish(queue, "huge")
+
+    async def test_a_band_that_lacks_of_its_share_need_leave_nothing(self, make_queue: MakeQueue) -> None:
+        queue = make_queue("g1", replace(SETTINGS, low_headroom=0.5, low_share=0.1))
+        await enqueue(queue, *(f"h{i}" for i in range(9)), band=Band.HIGH, input_tokens=100)
+        await enqueue(queue, "l0", "l1", band=Band.LOW, input_tokens=10)
+        claims = await queue.dispatch([report(slots=3)])
+        assert ids(claims) == ["h0", "l0", "h1"]
+        await finish(queue, *(f"h{i}" for i in range(9)), "l0", "l1")
+
+    async def test_a_long_wait_need_leave_nothing(self, make_queue: MakeQueue) -> None:
+        queue = make_queue("g1", replace(SETTINGS, low_headroom=0.5, long_wait_s=0.0, claims_per_long_wait=1))
+        await enqueue(queue, "l0", "l1", "l2", band=Band.LOW)
+        assert len(await queue.dispatch([report(slots=4)])) == 3
+        await finish(queue, "l0", "l1", "l2")
+
+
 class TestLongWaits:
     async def test_now_and_then_the_longest_wait_comes_first(self, make_queue: MakeQueue) -> None:
         queue = make_queue("g1", replace(SETTINGS, long_wait_s=0.0, claims_per_long_wait=4, low_share=0.0))

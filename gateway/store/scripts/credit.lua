@@ -62,22 +62,30 @@ local function read_credits(model, report_ttl)
   return credits
 end
 
-local function has_credit(credits)
-  for _, credit in ipairs(credits) do
-    if credit.slots > 0 and credit.blocks > 0 and not credit.is_reserved then return true end
-  end
-  return false
-end
-
 local function blocks_for(tokens, credit)
   return math.ceil(tokens / credit.block_size)
 end
 
+-- Can the worker hold so many blocks more, and still have a headroom, in thousandths of its slots and blocks, left for
+-- higher bands? What only just fits into the worker need leave nothing.
+local function can_hold(credit, blocks, headroom)
+  local kept_slots = math.min(math.floor(credit.max_num_seqs * headroom / 1000 + 0.5), credit.max_num_seqs - 1)
+  local kept_blocks = math.min(math.floor(credit.num_blocks * headroom / 1000 + 0.5), math.max(credit.num_blocks - blocks, 0))
+  return not credit.is_reserved and credit.slots > kept_slots and blocks + kept_blocks <= credit.blocks
+end
+
+local function has_credit(credits, headroom)
+  for _, credit in ipairs(credits) do
+    if can_hold(credit, 1, headroom) then return true end
+  end
+  return false
+end
+
 -- The least loaded worker that can hold so many tokens: most free slots by share, then most free blocks, then first by id.
-local function choose(credits, tokens)
+local function choose(credits, tokens, headroom)
   local best
   for _, credit in ipairs(credits) do
-    if not credit.is_reserved and credit.slots > 0 and blocks_for(tokens, credit) <= credit.blocks then
+    if can_hold(credit, blocks_for(tokens, credit), headroom) then
       local share = best and credit.slots * best.max_num_seqs - best.slots * credit.max_num_seqs
       if not best or share > 0 or (share == 0 and credit.blocks > best.blocks) then best = credit end
     end

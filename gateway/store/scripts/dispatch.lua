@@ -3,8 +3,9 @@
 --       not fit may be overtaken, 6 how many heads that do not fit are looked past, 7 and 8 weights of an input and an output
 --       token, 9 and 10 least shares of the second and third band in thousandths, 11 weighted tokens that a band is owed at
 --       most, 12 microseconds after which a wait is long, 13 how many claims go by before one more goes to the longest wait,
---       14 number of reports; then for each report: worker, epoch, seq, model, block size, blocks, slots, free slots, free
---       blocks, number of accounted claims, and for each of these: request id, attempt
+--       14 and 15 thousandths of a worker that the second and third band leave free for higher ones when they get more than
+--       their share, 16 number of reports; then for each report: worker, epoch, seq, model, block size, blocks, slots, free
+--       slots, free blocks, number of accounted claims, and for each of these: request id, attempt
 -- Returns a list of claims {request id, owner, worker, epoch, attempt}. Claims of other owners are in their inboxes too.
 local caller, report_ttl, lease = ARGV[2], tonumber(ARGV[3]), tonumber(ARGV[4])
 local max_overtakes, max_passed = tonumber(ARGV[5]), tonumber(ARGV[6])
@@ -12,7 +13,10 @@ local input_weight, output_weight = tonumber(ARGV[7]), tonumber(ARGV[8])
 local shares, max_owed = { [2] = tonumber(ARGV[9]), [3] = tonumber(ARGV[10]) }, tonumber(ARGV[11])
 local long_wait, claims_between = tonumber(ARGV[12]), tonumber(ARGV[13])
 
-local cursor = 15
+local headrooms = { 0, tonumber(ARGV[14]), tonumber(ARGV[15]) }
+local ENTITLED = 0 -- the headroom of claims by share or by wait
+
+local cursor = 17
 local function next_argument()
   cursor = cursor + 1
   return ARGV[cursor - 1]
@@ -142,10 +146,10 @@ local function longest_waiting(walk)
   walk.knows_no_long_wait = true
 end
 
-local function read_request(id, band, model)
+local function read_request(id, band, model, headroom)
   local owner, tenant, input_tokens, tokens, attempt, overtaken, charged = unpack(call('HMGET', request_key(id),
     'owner', 'tenant', 'input_tokens', 'tokens_needed', 'attempt', 'overtaken', 'charged'))
-  return { id = id, band = band, model = model, owner = owner, tenant = tenant, input_tokens = tonumber(input_tokens),
+  return { id = id, band = band, model = model, headroom = headroom, owner = owner, tenant = tenant, input_tokens = tonumber(input_tokens),
     tokens = tonumber(tokens), attempt = tonumber(attempt), overtaken = tonumber(overtaken), charged = tonumber(charged) }
 end
 
@@ -160,7 +164,7 @@ local function pick_owed(walk, service)
   each_contended(service, function(b, band)
     if picked or not band.is_waiting or band.owed <= 0 or band.running >= band.max_running then return end
     local id, counter = next_of_band(walk, b)
-    local request = id and read_request(id, b, walk.model)
+    local request = id and read_request(id, b, walk.model, ENTITLED)
     if request and band.owed >= math.min(expected_tokens(request), max_owed) * 1000 then
       picked, its_counter = request, counter
     end
@@ -168,19 +172,20 @@ local function pick_owed(walk, service)
   return picked, its_counter
 end
 
--- The policy: now and then the longest wait, else a lower band that lacks of its share, else the highest band.
+-- The policy: now and then the longest wait, else a lower band that lacks of its share, else the highest band that finds
+-- more free than it must leave for others.
 -- Returns a request and the counter by which it was chosen, nil if it was chosen by its wait.
-local function pick(walk, service)
+local function pick(walk, credits, service)
   if service.since_longest >= claims_between and not walk.knows_no_long_wait then
     local id, band = longest_waiting(walk)
-    if id then return read_request(id, band, walk.model) end
+    if id then return read_request(id, band, walk.model, ENTITLED) end
   end
   local request, counter = pick_owed(walk, service)
   if request then return request, counter end
   for b, band in ipairs(service.bands) do
     local id
-    if band.is_waiting then id, counter = next_of_band(walk, b) end
-    if id then return read_request(id, b, walk.model), counter end
+    if band.is_waiting and has_credit(credits, headrooms[b]) then id, counter = next_of_band(walk, b) end
+    if id then return read_request(id, b, walk.model, headrooms[b]), counter end
   end
 end
 
@@ -192,7 +197,7 @@ local function consider(request, counter, walk, credits, service)
     band.is_waiting = has_waiting(request.band, request.model)
     return
   end
-  local credit = choose(credits, request.tokens)
+  local credit = choose(credits, request.tokens, request.headroom)
   if credit then
     if counter then band.virtual = math.max(band.virtual, counter) end
     service.since_longest = counter and service.since_longest + 1 or 0
@@ -210,11 +215,11 @@ end
 
 local function dispatch_model(model)
   local credits = read_credits(model, report_ttl)
-  if not has_credit(credits) then return end
+  if not has_credit(credits, ENTITLED) then return end
   local service = read_service(model, credits)
   local walk = { model = model, passed = {}, is_passed = {}, offsets = {}, num_claims = 0 }
-  while has_credit(credits) and #walk.passed < max_passed do
-    local request, counter = pick(walk, service)
+  while has_credit(credits, ENTITLED) and #walk.passed < max_passed do
+    local request, counter = pick(walk, credits, service)
     if not request then break end
     consider(request, counter, walk, credits, service)
   end
@@ -224,7 +229,7 @@ local function dispatch_model(model)
   if walk.num_claims > 0 then write_service(model, service) end
 end
 
-for _ = 1, tonumber(ARGV[14]) do take_report(next_argument) end
+for _ = 1, tonumber(ARGV[16]) do take_report(next_argument) end
 local models = call('SMEMBERS', MODELS)
 table.sort(models)
 for _, model in ipairs(models) do dispatch_model(model) end

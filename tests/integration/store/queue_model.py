@@ -53,8 +53,12 @@ class Worker:
     def need(self, entry: QueueEntry) -> int:
         return -(-entry.num_tokens_needed // self.newest.limits.block_size)
 
-    def can_hold(self, entry: QueueEntry) -> bool:
-        return self.slots > 0 and self.need(entry) <= self.blocks
+    def can_hold(self, blocks: int, headroom: int = 0) -> bool:
+        """With so many thousandths of the worker left free."""
+        limits = self.newest.limits
+        kept_slots = min((limits.max_num_seqs * headroom + 500) // 1000, limits.max_num_seqs - 1)
+        kept_blocks = min((limits.num_blocks * headroom + 500) // 1000, max(limits.num_blocks - blocks, 0))
+        return self.slots > kept_slots and self.blocks >= blocks + kept_blocks
 
 
 @dataclass
@@ -77,9 +81,8 @@ class Walk:
     seen: list[Request] = field(default_factory=list)  # neither claimed nor removed
     claims: list[Claim] = field(default_factory=list)
 
-    @property
-    def has_credit(self) -> bool:
-        return any(worker.slots > 0 and worker.blocks > 0 for worker in self.fresh if worker not in self.kept)
+    def able(self, blocks: int, headroom: int = 0) -> list[Worker]:
+        return [it for it in self.fresh if it not in self.kept and it.can_hold(blocks, headroom)]
 
 
 class QueueModel:
@@ -87,6 +90,11 @@ class QueueModel:
 
     def __init__(self, settings: QueueSettings) -> None:
         self.settings = settings
+        self.headrooms = {
+            Band.HIGH: 0,
+            Band.NORMAL: round(settings.normal_headroom * 1000),
+            Band.LOW: round(settings.low_headroom * 1000),
+        }
         self.shares = {Band.NORMAL: settings.normal_share * 1000, Band.LOW: settings.low_share * 1000}
         self.requests: dict[str, Request] = {}
         self.workers: dict[str, Worker] = {}
@@ -193,16 +201,16 @@ class QueueModel:
         workers = [worker for _, worker in sorted(self.workers.items()) if worker.newest.limits.model == model]
         walk = Walk(model, [worker for worker in workers if not worker.is_forgotten])
         before = {band: self.served[model, band].owed for band in Band}
-        if walk.has_credit:
+        if walk.able(1):
             self._settle_shares(model)
-        while walk.has_credit and len(walk.passed) < self.settings.max_passed:
-            request, by_wait = self._pick(walk)
+        while walk.able(1) and len(walk.passed) < self.settings.max_passed:
+            request, by_wait, headroom = self._pick(walk)
             if request is None:
                 break
             if request.entry.owner in self.dead:
                 self.remove(request.entry.request_id)
             else:
-                self._consider(request, by_wait, walk)
+                self._consider(request, by_wait, headroom, walk)
         if not walk.claims:
             for band in Band:
                 self.served[model, band].owed = before[band]
@@ -218,12 +226,13 @@ class QueueModel:
         line = [request for request in self.band(walk.model, band) if request not in walk.seen]
         return min(line, key=lambda it: (self.counters[it.entry.flow], it.entry.tenant, it.place), default=None)
 
-    def _pick(self, walk: Walk) -> tuple[Request | None, bool]:
+    def _pick(self, walk: Walk) -> tuple[Request | None, bool, int]:
+        """The next request, whether its wait chose it, and what it has to leave free."""
         if self.since_longest[walk.model] >= self.settings.claims_per_long_wait - 1 and self.settings.long_wait_s == 0:
             waiting = [request for band in Band for request in self.band(walk.model, band)]
             longest = min(waiting, key=lambda it: it.turn, default=None)
             if longest is not None and longest not in walk.seen:
-                return longest, True
+                return longest, True, 0
         num_slots = sum(worker.newest.limits.max_num_seqs for worker in walk.fresh)
         for band, waits in self.contended(walk.model):
             served, request = self.served[walk.model, band], self._next_of_band(walk, band)
@@ -233,12 +242,15 @@ class QueueModel:
                 tokens = request.input_tokens * self.settings.input_weight + output_tokens * self.settings.output_weight
                 if served.owed > 0 and served.owed >= min(tokens, self.settings.max_owed_tokens) * 1000:
                     self.num_out_of_turn += 1
-                    return request, False
-        candidates = (self._next_of_band(walk, band) for band in Band)
-        return next((request for request in candidates if request is not None), None), False
+                    return request, False, 0
+        for band, headroom in self.headrooms.items():
+            request = self._next_of_band(walk, band)
+            if request is not None and walk.able(1, headroom):
+                return request, False, headroom
+        return None, False, 0
 
-    def _consider(self, request: Request, by_wait: bool, walk: Walk) -> None:
-        able = [worker for worker in walk.fresh if worker not in walk.kept and worker.can_hold(request.entry)]
+    def _consider(self, request: Request, by_wait: bool, headroom: int, walk: Walk) -> None:
+        able = [it for it in walk.able(1) if it.can_hold(it.need(request.entry), headroom)]
         if able:
             self._note_choice(request, by_wait)
             walk.claims.append(self._claim(request, max(able, key=_least_loaded_first)))

@@ -36,6 +36,8 @@ QUEUE_SETTINGS = QueueSettings(
     owner_ttl_s=FOR_EVER_S,
     normal_share=0.2,
     low_share=0.1,
+    normal_headroom=0.05,
+    low_headroom=0.3,
     max_owed_tokens=400,
     max_connections=1,
 )
