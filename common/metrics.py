@@ -45,6 +45,7 @@ class GatewayMetrics:
         self.prompt_tokens = counter("prompt_tokens_total", "Prompt tokens of ended requests", "band")
         self.cached_prompt_tokens = counter("cached_prompt_tokens_total", "Of these, found in a prefix cache", "band")
         self.completion_tokens = counter("completion_tokens_total", "Output tokens of ended requests", "band")
+        self.late_tokens = counter("late_tokens_total", "Tokens made for requests that had ended or were elsewhere")
         self.requeued = counter("requeued_total", "Claims undone, by cause", "cause")
         self.sessions = gauge("worker_sessions", "Sessions with workers, by state", "state")
         self.worker_blocks = gauge("worker_blocks", "KV blocks as the worker reports them", "worker", "state")

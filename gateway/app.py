@@ -19,6 +19,7 @@ from common.rpc.server import RpcServer, ServerOptions
 from common.rpc.tls import fleet_dialling, server_credentials
 from gateway.admission.drain_rate import DrainRate
 from gateway.background import Background
+from gateway.bookkeeper import Bookkeeper
 from gateway.config import GatewaySettings
 from gateway.dispatcher import Dispatcher, DispatcherSettings
 from gateway.handler import Handler, HandlerSettings
@@ -30,6 +31,7 @@ from gateway.rpc.admin_service import AdminService, AdminSettings
 from gateway.rpc.dialer import WorkerDialer
 from gateway.rpc.endings import Endings
 from gateway.rpc.worker_session import SessionSettings
+from gateway.store.redis_ledger import RedisLedger
 from gateway.store.redis_limiter import RedisLimiter
 from gateway.store.redis_queue import QueueSettings, RedisQueue
 from gateway.store_health import StoreHealth
@@ -93,6 +95,16 @@ class GatewayApp:
             drain_rate,
             _housekeeper_settings(settings),
         )
+        self._books = Bookkeeper(
+            RedisLedger(
+                redis_url, pool=settings.pool, gateway_id=self.gateway_id, max_records=settings.ledger_max_records
+            ),
+            self.dispatcher,
+            self._store,
+            clock,
+            period_s=settings.heartbeat_s,
+            choose_id=lambda: random.randbytes(12).hex(),
+        )
         self._prompts = PromptReader(settings.tokenizer_threads)
         self._handler = Handler(
             self.queue,
@@ -105,6 +117,7 @@ class GatewayApp:
             metrics,
             clock,
             drain_rate,
+            self._books,
             HandlerSettings(self.gateway_id, settings.max_queue_length, settings.credit_output_tokens),
             choose_id=lambda: random.randbytes(12).hex(),
             choose_seed=lambda: random.getrandbits(64),
@@ -175,6 +188,7 @@ class GatewayApp:
         self._background.run(self._health_loop, "health")
         self.dispatcher.start()
         self._housekeeper.start(self._background)
+        self._books.start(self._background)
         self._dialer.start()
         _log.info("gateway_started", gateway_id=self.gateway_id, port=self.port, metrics_port=self.metrics_port)
 
@@ -189,6 +203,7 @@ class GatewayApp:
         if self._metrics_server is not None:
             await asyncio.to_thread(self._metrics_server.close)
         await self._limiter.close()
+        await self._books.stop()
         try:
             await self.queue.close()
         except UnavailableError as error:  # others reap what is left there

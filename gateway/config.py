@@ -63,6 +63,9 @@ class GatewaySettings(Settings):
     credit_output_tokens: int = Field(
         64, ge=1, description="output tokens for which blocks are reserved at dispatch, besides the prompt's"
     )
+    ledger_max_records: int = Field(
+        100_000, ge=1, description="ended requests whose usage is kept in the store; the oldest go first"
+    )
     slow_consumer_s: float = Field(
         60.0, gt=0, description="seconds a client may leave its stream unread, then SLOW_CONSUMER"
     )

@@ -233,10 +233,12 @@ class Dispatcher:
         """Hands new tokens to the stream; those of an attempt that is over are dropped."""
         live = self._live.get(event.request_id)
         if live is None or not live.is_running_on(worker_id, event.attempt):
+            self.on_late_tokens(len(event.token_ids))
             return
         if event.finish_reason is FinishReason.CANCELLED and live.claim is not None:
             # Nobody here asked for it: the worker gave the request up, e.g. at the end of its drain.
             session = self._fleet.session(worker_id, live.claim.worker_epoch)
+            self.on_late_tokens(len(event.token_ids))
             is_draining = session is not None and session.state is WorkerState.DRAINING
             self._resume(live, live.claim, "given_up", is_loss=not is_draining)
             return
@@ -245,6 +247,10 @@ class Dispatcher:
             self._itl[live.request.band].observe(now - live.last_token_at)
         self.output_meter.add(live.request.flow, len(event.token_ids))
         live.receive(event, now)
+
+    def on_late_tokens(self, num_tokens: int) -> None:
+        """A worker has made tokens before it knew that nobody wants them."""
+        self._metrics.late_tokens.inc(num_tokens)
 
     def on_rejected(self, worker_id: str, event: RejectedEvent) -> None:
         """Puts a refused request back, or ends it if it can never be served."""

@@ -16,6 +16,7 @@ from gateway.admission.drain_rate import DrainRate
 from gateway.admission.limiter import Cost, Limiter
 from gateway.answer import Accepted, Answer, Event
 from gateway.background import Background
+from gateway.bookkeeper import Bookkeeper
 from gateway.dispatcher import Dispatcher
 from gateway.lifecycle import Outcome, RequestState, failed, gone
 from gateway.live import LiveRequest, ReadyRequest
@@ -65,6 +66,7 @@ class Handler:
         metrics: GatewayMetrics,
         clock: Clock,
         drain_rate: DrainRate,
+        books: Bookkeeper,
         settings: HandlerSettings,
         *,
         choose_id: Callable[[], str],
@@ -80,6 +82,7 @@ class Handler:
         self._metrics = metrics
         self._clock = clock
         self._drain_rate = drain_rate
+        self._books = books
         self._settings = settings
         self._choose_id = choose_id
         self._choose_seed = choose_seed
@@ -214,6 +217,7 @@ class Handler:
             raise
         live.is_enqueued = True
         self._dispatcher.kick()
+        await self._books.open(live)
 
     async def _next(self, live: LiveRequest, deadline: float | None) -> Delivery:
         try:
@@ -233,10 +237,10 @@ class Handler:
         self._dispatcher.stop_work(live)
         is_complete = outcome.finish_reason is not None
         num_output_tokens = answer.num_completion_tokens if is_complete else len(live.output_token_ids)
-        live.closing = self._background.spawn(self._close(live, num_output_tokens), "close")
+        live.closing = self._background.spawn(self._close(live, outcome, num_output_tokens, answer), "close")
         self._record(live, outcome, num_output_tokens)
 
-    async def _close(self, live: LiveRequest, num_output_tokens: int) -> None:
+    async def _close(self, live: LiveRequest, outcome: Outcome, num_output_tokens: int, answer: Answer) -> None:
         if live.admission is not None:
             await asyncio.wait([live.admission])
         try:
@@ -247,6 +251,7 @@ class Handler:
             with self._store.watched():
                 if live.is_reserved:
                     await self._settle(live, num_output_tokens)
+            await self._books.close(live, outcome, answer.num_completion_tokens)
         finally:
             self._dispatcher.unregister(live)
 

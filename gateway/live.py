@@ -56,7 +56,11 @@ class LiveRequest:
         self.claim: Claim | None = None
         self.output_token_ids: list[int] = []  # of all attempts, as received
         self.cached_prompt_tokens = 0
+        self.num_attempts = 0
+        self.num_recomputed_tokens = 0
         self.num_losses = 0
+        self.record_id = ""  # in the ledger, once it is accepted
+        self._heard_attempt = 0  # the latest that has made a token
         self.num_refusals = 0  # in a row, by workers without room
         self.is_unknown_to_queue = False
         self.is_generated = False  # a worker has said its last word, which the client may not have read yet
@@ -117,6 +121,7 @@ class LiveRequest:
             self.lifecycle.advance(RequestState.QUEUED)
         self.lifecycle.advance(RequestState.DISPATCHED)
         self.claim = claim
+        self.num_attempts += 1
         if self.taken_at is None:
             self.taken_at = now
 
@@ -142,6 +147,9 @@ class LiveRequest:
                 self.first_token_at = now
             self.last_token_at = now
             self.num_refusals = 0
+            if self.output_token_ids and event.attempt != self._heard_attempt:
+                self.num_recomputed_tokens += max(self.num_input_tokens - event.cached_prompt_tokens, 0)
+            self._heard_attempt = event.attempt
         if event.cached_prompt_tokens and not self.output_token_ids:
             # A later attempt finds tokens that this request itself has left: that is no saving to tell of.
             self.cached_prompt_tokens = min(event.cached_prompt_tokens, len(self.request.prompt_token_ids))

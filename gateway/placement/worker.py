@@ -70,6 +70,10 @@ class SessionListener(Protocol):
         """New tokens of a request."""
         ...
 
+    def on_late_tokens(self, num_tokens: int) -> None:
+        """Tokens of a submission that was aborted: the worker did not know yet."""
+        ...
+
     def on_rejected(self, worker_id: str, event: RejectedEvent) -> None:
         """A submission was not taken."""
         ...

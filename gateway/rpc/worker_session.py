@@ -214,6 +214,7 @@ class GrpcWorkerSession:
         for output in step.outputs:
             request_id = self._request_id(output.request_id)
             if request_id is None:
+                self._listener.on_late_tokens(len(output.token_ids))
                 continue
             finish_reason = worker_codec.decode_finish_reason(output.finish_reason)
             if finish_reason is not None:

@@ -154,3 +154,25 @@ class PoolKeys:
         """HASH, tokens: reserved, slot, day: where they are counted. Written by reserve, removed by settle, expires ten
         minutes after its last renewal."""
         return f"{self.prefix}reservation:{request_id}"
+
+    # The ledger
+
+    @property
+    def ledger(self) -> str:
+        """STREAM, one entry for each request that was accepted and has ended: the fields of `UsageRecord`.
+
+        Added to by ledger_close and ledger_reap, which also cut it to its length; without an end.
+        """
+        return self.prefix + "ledger"
+
+    @property
+    def ledger_owners(self) -> str:
+        """SET of gateways that may have open records. Added to by ledger_open; removed by ledger_leave, ledger_reap."""
+        return self.prefix + "ledger_owners"
+
+    def open_records(self, gateway_id: str) -> str:
+        """HASH record id -> JSON list of a record's names and values but outcome and reason, of its live requests.
+
+        Written by ledger_open and ledger_note, removed field by field by ledger_close or, once it is dead, ledger_reap.
+        """
+        return f"{self.prefix}ledger_open:{gateway_id}"

@@ -46,5 +46,5 @@ def pool_keys(client: redis.Redis, pool: str) -> list[str]:
 
 def request_keys(client: redis.Redis, pool: str) -> list[str]:
     """Those keys of a pool that exist only while some request is waiting, claimed or running."""
-    kinds = {"request", "waiting", "flows", "line", "models", "owned", "claims", "leases"}
+    kinds = {"request", "waiting", "flows", "line", "models", "owned", "claims", "leases", "ledger_open"}
     return [key for key in pool_keys(client, pool) if key.split("}:", 1)[1].split(":", 1)[0] in kinds]

@@ -112,6 +112,7 @@ class ScriptedWorker:
         self.aborted: list[str] = []
         self.drains: list[worker_pb2.Drain] = []
         self.sessions: list[Session] = []
+        self.num_generated = 0  # tokens, of all sessions
         self.is_silent = False
         self.loop_age_s = 0.0
         self.is_draining = False
@@ -170,6 +171,7 @@ class ScriptedWorker:
             goodbye = worker_pb2.Goodbye(reason=types_pb2.REASON_DRAINING)
             session.events.put_nowait(worker_pb2.SessionEvent(goodbye=goodbye))
             session.events.put_nowait(None)
+            session.running.clear()  # nothing of them would be sent any more
 
     async def wait_for(self, condition: Callable[[], bool], timeout_s: float = 20) -> None:
         """Until a condition on this worker's state holds."""
@@ -209,6 +211,7 @@ class ScriptedWorker:
                 sampled = types_pb2.TokenLogprob(token_id=token_id, logprob=-0.5)
                 output.logprobs.append(types_pb2.PositionLogprobs(sampled=sampled, top=[sampled]))
         running.num_emitted += len(token_ids)
+        self.num_generated += len(token_ids)
         if ends:
             del session.running[wire_id]
         return output

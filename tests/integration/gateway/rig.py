@@ -99,6 +99,14 @@ class Client:
     async def ask(self, text: str = "hello", *, timeout: float = 30, **fields: Any) -> Answer:
         return await read(self.generate(generate_request(text, **fields), timeout=timeout))
 
+    async def cancel(self, request_id: str) -> None:
+        """Cancels a live request, if it still is one."""
+        try:
+            await self.call("Cancel", inference_pb2.CancelRequest(request_id=request_id))
+        except grpc.aio.AioRpcError as error:
+            if error.code() is not grpc.StatusCode.NOT_FOUND:
+                raise
+
     async def call(self, method: str, request: Any, **kwargs: Any) -> Any:
         return await getattr(self.stub, method)(request, metadata=self.metadata, **{"timeout": 30, **kwargs})
 

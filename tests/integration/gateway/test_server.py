@@ -13,7 +13,16 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from common.local_redis import LocalRedis
 from protos.inference.v1 import inference_pb2_grpc
-from tests.integration.gateway.rig import Client, Rig, announce, eventually, reason_of, until_health
+from tests.integration.gateway.rig import (
+    Client,
+    Rig,
+    announce,
+    eventually,
+    generate_request,
+    read,
+    reason_of,
+    until_health,
+)
 from tests.support.scripted_worker import text_of
 
 SERVING = health_pb2.HealthCheckResponse.SERVING
@@ -158,7 +167,9 @@ async def test_an_absent_store_is_said_and_survived(rig: Rig) -> None:
     redis.start()
     try:
         _, client = await rig.serving(worker, redis_url=redis.url)
-        streaming = asyncio.create_task(client.ask(sampling={"max_tokens": 3}))
+        call = client.generate(generate_request(sampling={"max_tokens": 3}), timeout=30)
+        assert (await anext(aiter(call))).HasField("accepted")
+        streaming = asyncio.create_task(read(call))
         await worker.wait_for(lambda: len(worker.running) == 1)
         redis.stop()
         await until_health(client, "", NOT_SERVING)

@@ -1,0 +1,135 @@
+"""Keeps the ledger: opens a record for each accepted request, renews it while it runs, closes it with its outcome."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+from common.clock import Clock
+from common.errors import UnavailableError
+from gateway.background import Background
+from gateway.dispatcher import Dispatcher
+from gateway.ledger import Ledger, UsageRecord
+from gateway.lifecycle import Outcome
+from gateway.live import LiveRequest
+from gateway.store_health import StoreHealth
+
+
+class Bookkeeper:
+    """Owner of the records of this gateway's requests. What the store cannot take now is written when it can."""
+
+    def __init__(
+        self,
+        ledger: Ledger,
+        dispatcher: Dispatcher,
+        store: StoreHealth,
+        clock: Clock,
+        *,
+        period_s: float,
+        choose_id: Callable[[], str],
+    ) -> None:
+        """`period_s`: between looks at running requests, and so the usage that dies with a gateway at most."""
+        self._ledger = ledger
+        self._dispatcher = dispatcher
+        self._store = store
+        self._clock = clock
+        self._period_s = period_s
+        self._choose_id = choose_id
+        self._noted: dict[str, UsageRecord] = {}  # by record id
+        self._unwritten: dict[str, UsageRecord] = {}  # closed here, and not yet in the store
+
+    def start(self, background: Background) -> None:
+        """Starts the loop."""
+        background.run(self._loop, "bookkeeper")
+
+    async def open(self, live: LiveRequest) -> None:
+        """Says that it is accepted. Raises UnavailableError if that cannot be written down: it must not run then."""
+        live.record_id = self._choose_id()
+        record = self._record(live)
+        self._noted[record.record_id] = record
+        try:
+            await self._ledger.open(record)
+        except UnavailableError as error:
+            self._store.failed(error)
+            raise
+
+    async def close(self, live: LiveRequest, outcome: Outcome, num_delivered_tokens: int) -> None:
+        """Writes what it has used and how it ended, now or later. Nothing for one that was never opened."""
+        if not live.record_id:
+            return
+        self._noted.pop(live.record_id, None)
+        record = self._record(live, outcome, num_delivered_tokens)
+        self._unwritten[record.record_id] = record
+        await self._write(record)
+
+    async def _write(self, record: UsageRecord) -> None:
+        try:
+            await self._ledger.close(record)
+        except UnavailableError as error:
+            self._store.failed(error)
+        else:
+            self._unwritten.pop(record.record_id, None)
+
+    async def _loop(self) -> None:
+        while True:
+            await asyncio.sleep(self._period_s)
+            await self.look()
+
+    async def look(self) -> None:
+        """Writes what is left over, renews what has changed, closes what dead gateways left."""
+        for record in list(self._unwritten.values()):
+            await self._write(record)
+        changed = []
+        for live in self._dispatcher.live:
+            noted = self._noted.get(live.record_id)
+            if noted is not None and noted.generated_tokens != len(live.output_token_ids):
+                changed.append(self._record(live))
+        try:
+            if changed:
+                await self._ledger.note(changed)
+            await self._ledger.reap()
+        except UnavailableError as error:
+            self._store.failed(error)
+            return
+        self._noted.update((record.record_id, record) for record in changed if record.record_id in self._noted)
+
+    async def stop(self) -> None:
+        """Writes what is left over, and leaves."""
+        for record in list(self._unwritten.values()):
+            await self._write(record)
+        try:
+            await self._ledger.leave()
+        except UnavailableError as error:  # others reap what is left open
+            self._store.failed(error)
+
+    def _record(
+        self, live: LiveRequest, outcome: Outcome | None = None, num_delivered_tokens: int | None = None
+    ) -> UsageRecord:
+        request, now = live.request, self._clock.monotonic()
+        num_generated = len(live.output_token_ids)
+        reason = ""
+        if outcome is not None and outcome.error is not None:
+            reason = outcome.error.reason.name
+        elif outcome is not None and outcome.finish_reason is not None:
+            reason = outcome.finish_reason.name
+        return UsageRecord(
+            record_id=live.record_id,
+            request_id=live.fleet_id,
+            tenant=request.tenant.tenant_id,
+            band=request.band.name.lower(),
+            model=request.model.limits.model,
+            prompt_tokens=len(request.prompt_token_ids),
+            cached_prompt_tokens=live.cached_prompt_tokens,
+            generated_tokens=num_generated,
+            delivered_tokens=(
+                num_generated - live.mailbox.num_unread_tokens if num_delivered_tokens is None else num_delivered_tokens
+            ),
+            recomputed_tokens=live.num_recomputed_tokens,
+            num_attempts=live.num_attempts,
+            accepted_at=round(self._clock.time() - (now - live.accepted_at), 6),
+            queue_s=round((now if live.taken_at is None else live.taken_at) - live.accepted_at, 6),
+            ttft_s=0.0 if live.first_token_at is None else round(live.first_token_at - live.arrived, 6),
+            total_s=round(now - live.arrived, 6),
+            outcome="" if outcome is None else live.lifecycle.state.value,
+            reason=reason,
+        )

@@ -1,0 +1,238 @@
+"""One record of what every accepted request used, whatever became of it, of its worker and of its gateway."""
+
+from __future__ import annotations
+
+import asyncio
+from random import Random
+from typing import Any
+
+import pytest
+import redis
+
+from common.errors import UnavailableError
+from gateway.app import GatewayApp
+from gateway.ledger import UsageRecord
+from gateway.store.keys import PoolKeys
+from gateway.store.redis_ledger import RedisLedger
+from tests.integration.gateway.rig import Answer, Client, Rig, announce, eventually, generate_request, read, take
+from tests.support.scripted_worker import MODEL, ScriptedWorker
+
+Record = dict[str, str]
+
+
+def records(client: redis.Redis, pool: str) -> list[Record]:
+    """All closed records, oldest first."""
+    return [fields for _, fields in client.xrange(PoolKeys(pool).ledger)]
+
+
+async def closed(client: redis.Redis, pool: str, count: int) -> list[Record]:
+    """All closed records, once there are so many."""
+    await eventually(lambda: client.xlen(PoolKeys(pool).ledger) >= count)
+    return records(client, pool)
+
+
+def total(entries: list[Record], name: str) -> int:
+    return sum(int(entry[name]) for entry in entries)
+
+
+async def test_a_request_is_recorded_with_its_usage_and_times(rig: Rig, redis_client: redis.Redis, pool: str) -> None:
+    _, client = await rig.serving(await rig.worker())
+    answer = await client.ask("hello", request_id="mine", sampling={"max_tokens": 12})
+    assert answer.error is None
+    [record] = await closed(redis_client, pool, 1)
+    numbers = {name: value for name, value in record.items() if name.endswith("_tokens")}
+    assert numbers == {
+        "prompt_tokens": "5",
+        "cached_prompt_tokens": "0",
+        "generated_tokens": "12",
+        "delivered_tokens": "12",
+        "recomputed_tokens": "0",
+    }
+    assert (record["request_id"], record["tenant"], record["band"]) == ("acme/mine", "acme", "normal")
+    assert (record["model"], record["outcome"], record["reason"]) == (MODEL, "completed", "LENGTH")
+    assert record["num_attempts"] == "1"
+    assert 0 < float(record["ttft_s"]) <= float(record["total_s"])
+
+
+async def test_what_is_refused_is_not_recorded(rig: Rig, redis_client: redis.Redis, pool: str) -> None:
+    _, client = await rig.serving(await rig.worker())
+    assert (await client.ask(sampling={"temperature": -1})).error is not None
+    assert (await client.ask(model="nobody")).error is not None
+    assert (await client.ask()).error is None
+    assert [record["outcome"] for record in await closed(redis_client, pool, 1)] == ["completed"]
+
+
+async def test_what_a_lost_worker_had_computed_is_recorded_as_recomputed(
+    rig: Rig, redis_client: redis.Redis, pool: str
+) -> None:
+    first = await rig.worker(worker_id="first", step_s=None)
+    app, client = await rig.serving(first)
+    asked = asyncio.create_task(client.ask("hello", sampling={"max_tokens": 9}))
+    await first.wait_for(lambda: len(first.running) == 1)
+    for _ in range(4):
+        await first.step()
+    await eventually(lambda: [len(live.output_token_ids) for live in app.dispatcher.live] == [4])
+    second = await rig.worker(worker_id="second")
+    await announce(app, second)
+    await first.kill()
+    assert (await asked).error is None
+    [record] = await closed(redis_client, pool, 1)
+    assert (record["prompt_tokens"], record["generated_tokens"], record["num_attempts"]) == ("5", "9", "2")
+    assert record["recomputed_tokens"] == str(5 + 4)
+
+
+async def test_the_sums_are_those_of_the_workers(rig: Rig, redis_client: redis.Redis, pool: str) -> None:
+    """Clients leave and cancel at random, workers refuse and drain in turn: every token made is in the books."""
+    random = Random(3)
+    workers = [await rig.worker(worker_id=f"w{n}", step_s=0.004, max_num_seqs=12) for n in range(3)]
+    served = [await rig.serving(*workers, max_attempts=1) for _ in range(2)]
+    await eventually(lambda: all(app.fleet.num_ready(MODEL) == 3 for app, _ in served))
+    disturbing = asyncio.create_task(_disturb(workers, served, random))
+    waits = [random.uniform(0, 3) for _ in range(150)]
+    try:
+        asked = [_ask(served[n % 2][1], n, wait_s, random) for n, wait_s in enumerate(waits)]
+        answers = [answer for answer in await asyncio.gather(*asked) if answer.accepted is not None]
+    finally:
+        disturbing.cancel()
+        await asyncio.gather(disturbing, return_exceptions=True)
+    await eventually(lambda: all(app.dispatcher.live == () for app, _ in served))
+    for worker in workers:
+        await worker.wait_for(lambda worker=worker: not worker.running)  # type: ignore[misc]
+    entries = await closed(redis_client, pool, len(answers))
+
+    made = sum(worker.num_generated for worker in workers)
+    await eventually(lambda: total(records(redis_client, pool), "generated_tokens") + late(served) == made)
+    assert len(entries) == len({entry["record_id"] for entry in entries}) == len(answers)
+    by_id = {entry["request_id"]: entry for entry in entries}
+    for answer in answers:
+        assert answer.accepted is not None
+        entry = by_id[f"acme/{answer.accepted.request_id}"]
+        assert int(entry["prompt_tokens"]) == answer.accepted.prompt_tokens
+        assert len(answer.token_ids) <= int(entry["delivered_tokens"]) <= int(entry["generated_tokens"])
+        if answer.finished is not None:
+            assert len(answer.token_ids) == int(entry["delivered_tokens"])
+    assert {entry["outcome"] for entry in entries} == {"completed", "cancelled"}
+    assert total(entries, "recomputed_tokens") > 0
+
+
+def late(served: list[tuple[GatewayApp, Client]]) -> int:
+    name = "tidegate_gateway_late_tokens_total"
+    return int(sum(app._registry.get_sample_value(name) or 0 for app, _ in served))
+
+
+async def _ask(client: Client, number: int, wait_s: float, random: Random) -> Answer:
+    """An answer that is read to its end, cancelled, or left alone after a while."""
+    await asyncio.sleep(wait_s)
+    request_id = f"r{number}"
+    request = generate_request(
+        "x" * (1 + number % 7), request_id=request_id, return_token_ids=True, sampling={"max_tokens": 60}
+    )
+    call = client.generate(request, timeout=60)
+    end = random.choice(["read", "read", "cancel", "leave"])
+    if end == "read":
+        return await read(call)
+    answer, left_at = Answer(), random.randrange(8)
+    async for response in call:
+        take(answer, response)
+        if len(answer.token_ids) >= left_at:
+            break
+    if end == "cancel":
+        await client.cancel(request_id)
+        async for response in call:
+            take(answer, response)
+    call.cancel()
+    return answer
+
+
+async def _disturb(workers: list[ScriptedWorker], served: list[Any], random: Random) -> None:
+    """Lets workers refuse for a while, and restarts them after a drain that hands back what still runs."""
+    while True:
+        worker = random.choice(workers)
+        worker.reject = 22  # NO_CREDIT
+        await asyncio.sleep(random.uniform(0.05, 0.2))
+        worker.reject = None
+        await asyncio.sleep(random.uniform(0.05, 0.2))
+        worker.is_draining = True
+        await asyncio.sleep(random.uniform(0, 0.1))
+        worker.say_goodbye()
+        await worker.wait_for(lambda worker=worker: not worker.sessions)  # type: ignore[misc]
+        worker.epoch, worker.is_draining = worker.epoch + 1, False
+
+
+async def test_another_gateway_closes_the_records_of_a_dead_one_once(
+    rig: Rig, redis_client: redis.Redis, pool: str
+) -> None:
+    worker = await rig.worker(step_s=0.01)
+    doomed, client = await rig.serving(worker, heartbeat_ttl_s=0.6)
+    asked = asyncio.create_task(client.ask("hello", request_id="orphan", sampling={"max_tokens": 4000}))
+    await eventually(lambda: len(_open_records(redis_client, pool)) == 1)
+    await eventually(lambda: '"generated_tokens", "0"' not in _open_records(redis_client, pool)[0])
+    await doomed._background.close()  # what a SIGKILL does, as far as the store can see
+    other = await rig.gateway(worker)
+    [record] = await closed(redis_client, pool, 1)
+    assert (record["request_id"], record["outcome"], record["reason"]) == ("acme/orphan", "lost", "GATEWAY_LOST")
+    assert (record["prompt_tokens"], int(record["generated_tokens"]) > 0) == ("5", True)
+    asked.cancel()
+    await asyncio.gather(asked, return_exceptions=True)
+    await eventually(lambda: doomed.dispatcher.live == ())  # alive after all: it closes its record too late
+    assert len(records(redis_client, pool)) == 1
+    assert other.dispatcher.live == ()
+
+
+def _open_records(client: redis.Redis, pool: str) -> list[str]:
+    keys = client.keys(PoolKeys(pool).open_records("*").replace("{", "[{]").replace("}", "[}]"))
+    return [record for key in keys for record in client.hvals(key)]
+
+
+def usage(record_id: str = "one", **changes: Any) -> UsageRecord:
+    fields: dict[str, Any] = {
+        "request_id": "acme/r1",
+        "tenant": "acme",
+        "band": "normal",
+        "model": "m",
+        "prompt_tokens": 1,
+        "cached_prompt_tokens": 0,
+        "generated_tokens": 2,
+        "delivered_tokens": 2,
+        "recomputed_tokens": 0,
+        "num_attempts": 1,
+        "accepted_at": 1.5,
+        "queue_s": 0.1,
+        "ttft_s": 0.2,
+        "total_s": 0.3,
+    }
+    return UsageRecord(record_id, **{**fields, **changes})
+
+
+async def test_a_record_is_written_once_however_often_it_is_closed(
+    redis_url: str, redis_client: redis.Redis, pool: str
+) -> None:
+    ledger = RedisLedger(redis_url, pool=pool, gateway_id="me", max_records=100)
+    assert not await ledger.close(usage("never opened"))
+    await ledger.open(usage())
+    await ledger.note([usage(generated_tokens=5), usage("never opened")])
+    closings = await asyncio.gather(*(ledger.close(usage(outcome="completed")) for _ in range(5)))
+    assert sorted(closings) == [False] * 4 + [True]
+    await ledger.note([usage(generated_tokens=6)])
+    assert await ledger.reap() == 0
+    assert len(records(redis_client, pool)) == 1
+    await ledger.leave()
+    assert redis_client.smembers(PoolKeys(pool).ledger_owners) == set()
+
+
+async def test_the_ledger_has_a_bound(redis_url: str, redis_client: redis.Redis, pool: str) -> None:
+    ledger = RedisLedger(redis_url, pool=pool, gateway_id="me", max_records=100)
+    for number in range(1000):
+        await ledger.open(usage(str(number)))
+        await ledger.close(usage(str(number), outcome="completed"))
+    kept = records(redis_client, pool)
+    assert 100 <= len(kept) < 400
+    assert kept[-1]["record_id"] == "999"
+    await ledger.leave()
+
+
+async def test_a_store_that_is_gone_is_said(tmp_path: Any) -> None:
+    ledger = RedisLedger(f"unix://{tmp_path}/nothing.sock", pool="p", gateway_id="me", max_records=10)
+    for call in (ledger.open(usage()), ledger.note([usage()]), ledger.close(usage()), ledger.reap(), ledger.leave()):
+        with pytest.raises(UnavailableError):
+            await call

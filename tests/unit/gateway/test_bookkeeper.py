@@ -1,0 +1,123 @@
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import pytest
+from prometheus_client import CollectorRegistry
+
+from common.errors import UnavailableError
+from common.metrics import GatewayMetrics
+from common.types import FinishReason, Reason
+from gateway.admission.drain_rate import DrainRate
+from gateway.background import Background
+from gateway.bookkeeper import Bookkeeper
+from gateway.dispatcher import Dispatcher, DispatcherSettings
+from gateway.ledger import UsageRecord
+from gateway.lifecycle import finished
+from gateway.placement.fleet import Fleet
+from gateway.store_health import StoreHealth
+from tests.unit.gateway.fakes import FakeClock, FakeQueue, live_request
+
+
+@dataclass(eq=False)
+class FakeLedger:
+    is_down: bool = False
+    opened: list[UsageRecord] = field(default_factory=list)
+    noted: list[UsageRecord] = field(default_factory=list)
+    closed: list[UsageRecord] = field(default_factory=list)
+    num_reaps: int = 0
+
+    def _answer(self) -> None:
+        if self.is_down:
+            raise UnavailableError("down", reason=Reason.STORE_UNAVAILABLE)
+
+    async def open(self, record: UsageRecord) -> None:
+        self._answer()
+        self.opened.append(record)
+
+    async def note(self, records: Sequence[UsageRecord]) -> None:
+        self._answer()
+        self.noted.extend(records)
+
+    async def close(self, record: UsageRecord) -> bool:
+        self._answer()
+        self.closed.append(record)
+        return True
+
+    async def reap(self) -> int:
+        self._answer()
+        self.num_reaps += 1
+        return 0
+
+    async def leave(self) -> None:
+        self._answer()
+
+
+@dataclass
+class Desk:
+    books: Bookkeeper
+    ledger: FakeLedger
+    dispatcher: Dispatcher
+
+
+@pytest.fixture
+def desk() -> Desk:
+    metrics = GatewayMetrics(CollectorRegistry())
+    store, clock, ledger = StoreHealth(metrics, lambda: None), FakeClock(), FakeLedger()
+    dispatcher = Dispatcher(
+        FakeQueue(),
+        Fleet(clock.monotonic, ""),
+        Background(lambda: None),
+        store,
+        metrics,
+        clock,
+        DrainRate(lambda low, high: 1.0),
+        DispatcherSettings("me", 3),
+    )
+    numbers = iter("abcdef")
+    books = Bookkeeper(ledger, dispatcher, store, clock, period_s=1.0, choose_id=lambda: next(numbers))
+    return Desk(books, ledger, dispatcher)
+
+
+async def test_a_record_is_renewed_only_when_tokens_have_come(desk: Desk) -> None:
+    live = live_request()
+    desk.dispatcher.register(live)
+    await desk.books.open(live)
+    await desk.books.look()
+    assert desk.ledger.noted == []
+    live.output_token_ids.extend([1, 2])
+    await desk.books.look()
+    await desk.books.look()
+    assert [record.generated_tokens for record in desk.ledger.noted] == [2]
+    assert desk.ledger.num_reaps == 3
+
+
+async def test_what_the_store_cannot_take_is_written_when_it_can(desk: Desk) -> None:
+    live = live_request()
+    await desk.books.open(live)
+    desk.ledger.is_down = True
+    outcome = finished(FinishReason.LENGTH)
+    live.lifecycle.finish(outcome)
+    await desk.books.close(live, outcome, 0)
+    await desk.books.look()
+    assert desk.ledger.closed == []
+    desk.ledger.is_down = False
+    await desk.books.look()
+    await desk.books.look()
+    assert [(record.outcome, record.reason) for record in desk.ledger.closed] == [("completed", "LENGTH")]
+
+
+async def test_what_could_not_be_opened_is_closed_all_the_same(desk: Desk) -> None:
+    """The open may have reached the store although its answer was lost."""
+    live = live_request()
+    desk.ledger.is_down = True
+    with pytest.raises(UnavailableError):
+        await desk.books.open(live)
+    desk.ledger.is_down = False
+    outcome = finished(FinishReason.CANCELLED)
+    live.lifecycle.finish(outcome)
+    await desk.books.close(live, outcome, 0)
+    assert [record.record_id for record in desk.ledger.closed] == ["a"]
+    await desk.books.close(live_request("r2"), outcome, 0)  # never opened
+    assert len(desk.ledger.closed) == 1
