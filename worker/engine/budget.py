@@ -28,6 +28,10 @@ class Budget(Protocol):
         """Learns what the step took that was opened last."""
         ...
 
+    def recompute_s(self, start: int, count: int) -> float:
+        """Seconds that it takes to compute so many tokens from position `start` on; 0 if nobody measures them."""
+        ...
+
 
 class TokenBudget:
     """A number of tokens, however long they take."""
@@ -54,6 +58,11 @@ class TokenBudget:
 
     def observe(self, seconds: float) -> None:
         """See Budget."""
+
+    def recompute_s(self, start: int, count: int) -> float:
+        """See Budget."""
+        del start, count
+        return 0.0
 
 
 class TimeBudget:
@@ -93,3 +102,7 @@ class TimeBudget:
         """See Budget."""
         if self._load.num_tokens:
             self.cost.observe(self._load, seconds)
+
+    def recompute_s(self, start: int, count: int) -> float:
+        """See Budget."""
+        return self.cost.chunk_s(start, count, is_new_row=True)

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from common.errors import DuplicateRequestError, LimitExceededError, UnavailableError
 from common.types import Band, FinishReason, ModelLimits, Reason, SamplingParams
+from worker.cache.host import Copier
 from worker.cache.manager import CacheManager
 from worker.cache.pool import IntegrityError
 from worker.engine.batch import Batch, SampledToken
@@ -40,15 +41,19 @@ class Engine:
         now: Callable[[], float] | None = None,
         tracer: Tracer | None = None,
         max_waiting: int = MAX_WAITING,
+        copier: Copier | None = None,
     ) -> None:
         """`now` gives seconds that never go back; without it time stands still, so only token bounds hold.
-        `tracer`, if any, is told of every step; `max_waiting` requests are taken beyond the slots.
+        `tracer`, if any, is told of every step; `max_waiting` requests are taken beyond the slots. `copier` copies
+        between the executor's blocks and the host memory that the manager plans with.
 
         Raises ValueError if `limits`, which gateways see, promises what pool, scheduler or executor do not hold.
         """
         promised = (limits.block_size, limits.num_blocks, limits.max_num_seqs)
         held = (manager.block_size, manager.pool.num_usable, scheduler.config.max_num_seqs)
         computed = (executor.block_size, executor.num_blocks)
+        if (copier is None) != (manager.host is None):
+            raise ValueError("a copier and host memory to copy to belong together")
         if promised != held or computed != (manager.block_size, len(manager.pool.blocks)):
             raise ValueError(
                 f"(block_size, num_blocks, max_num_seqs) is {promised} in the limits and {held} in the engine; "
@@ -61,6 +66,7 @@ class Engine:
         self._eos_token_ids = frozenset(eos_token_ids)
         self._now = now or _standing_still
         self._tracer = tracer
+        self._copier = copier
         self._max_requests = limits.max_num_seqs + max_waiting
         self._requests: dict[int, dict[tuple[str, int], Request]] = {}  # by session
         self._outbox = Outbox()
@@ -177,6 +183,7 @@ class Engine:
         """Schedules, executes and updates once. Raises what the executor raises when it is broken."""
         started_s = self._now()
         batch = self._scheduler.schedule(started_s)
+        self._copy()
         sampled, error = self._execute(batch)
         self._update(batch, sampled)
         output = self._collect(batch, sampled, error)
@@ -191,6 +198,13 @@ class Engine:
         held = [*self._scheduler.running, *self._scheduler.waiting]
         if {id(request) for request in known} != {id(request) for request in held}:
             raise IntegrityError(f"{len(known)} requests are known by name, {len(held)} are held by the scheduler")
+
+    def _copy(self) -> None:
+        """Has copied what the scheduled step needs, and begins what can be copied beside it."""
+        if self._copier is not None and self._manager.host is not None:
+            orders = self._manager.host.take_orders()
+            if not orders.is_empty:
+                self._copier.begin(orders)
 
     def _execute(self, batch: Batch) -> tuple[Sequence[SampledToken | None], ExecutionError | None]:
         """Runs the batch. If that failed: no tokens, and the requests to blame have ended with an error."""
@@ -243,6 +257,8 @@ class Engine:
     def _collect(
         self, batch: Batch, sampled: Sequence[SampledToken | None], error: ExecutionError | None
     ) -> StepOutput:
+        if self._copier is not None and self._manager.host is not None:  # the idle worker has no block on its way
+            self._manager.host.complete(self._copier.finished(wait=not self._scheduler.has_requests))
         step = self._scheduler.step
         for request in step.admitted:
             self._outbox.account(request.session_id, request.request_id, request.attempt)

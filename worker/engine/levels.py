@@ -41,8 +41,12 @@ class Levels(Protocol):
         """Whether it was resumed just now."""
         ...
 
-    def is_urgent(self, request: Request, now_s: float) -> bool:
-        """Whether a waiting request may make others yield: after one more step its first chunk would be late."""
+    def may_yield(self, request: Request, step: int) -> bool:
+        """Whether a long request gives way to newcomers."""
+        ...
+
+    def is_urgent(self, request: Request, step: int, now_s: float) -> bool:
+        """Whether a waiting request may make others yield."""
         ...
 
     def share(self, unfinished: Sequence[Request], budget: Budget) -> list[Chunk]:
@@ -71,10 +75,19 @@ class ThreeLevels:
         """See Levels."""
         return request.num_preemptions > 0 and step - request.entry_step < self._config.grace_steps
 
-    def is_urgent(self, request: Request, now_s: float) -> bool:
-        """See Levels."""
-        if request.started_s is not None:
+    def may_yield(self, request: Request, step: int) -> bool:
+        """See Levels. Not while it has waited for more than half the steps that it has run."""
+        if self.is_exhausted(request) or self.is_in_grace(request, step):
             return False
+        num_waited = request.num_waited_steps
+        return 2 * num_waited <= step - request.first_step - num_waited
+
+    def is_urgent(self, request: Request, step: int, now_s: float) -> bool:
+        """See Levels. A fresh one is if its first chunk would be late after one more step, one that had to leave if it
+        has waited for more than half the steps that it has run."""
+        if request.num_preemptions:
+            num_ran = request.left_step - request.first_step - request.num_waited_steps
+            return 2 * (request.num_waited_steps + step - request.left_step) > num_ran
         return now_s + self._config.step_budget_s > request.arrived_s + self._config.first_chunk_s
 
     def share(self, unfinished: Sequence[Request], budget: Budget) -> list[Chunk]:
@@ -117,9 +130,14 @@ class OneLevel:
         del request, step
         return False
 
-    def is_urgent(self, request: Request, now_s: float) -> bool:
+    def may_yield(self, request: Request, step: int) -> bool:
         """See Levels."""
-        del request, now_s
+        del request, step
+        return False
+
+    def is_urgent(self, request: Request, step: int, now_s: float) -> bool:
+        """See Levels."""
+        del request, step, now_s
         return False
 
     def share(self, unfinished: Sequence[Request], budget: Budget) -> list[Chunk]:

@@ -28,14 +28,6 @@ def choose_victim(running: Sequence[Request], needy: Request, levels: Levels, st
 
 
 def list_yielding(long: Sequence[Request], newcomer: Request, levels: Levels, step: int) -> list[Request]:
-    """Of the long requests, those that yield to a newcomer: of its band or lower, the lowest and longest-running first.
-
-    A request that was preempted as often as allowed, or was resumed just now, does not yield.
-    """
-    yielding = [request for request in long if request.band >= newcomer.band and can_yield(request, levels, step)]
+    """Of the long requests, those that yield to a newcomer: of its band or lower, lowest and longest-running first."""
+    yielding = [request for request in long if request.band >= newcomer.band and levels.may_yield(request, step)]
     return sorted(yielding, key=lambda request: (request.band, num_decode_steps(request)), reverse=True)
-
-
-def can_yield(request: Request, levels: Levels, step: int) -> bool:
-    """Whether a long request gives way to newcomers."""
-    return not (levels.is_exhausted(request) or levels.is_in_grace(request, step))

@@ -51,7 +51,10 @@ class Request:
     num_lost: int = 0  # computed tokens that the last preemption dropped
     arrived_s: float = 0.0  # when it came to this worker, by the engine's clock
     started_s: float | None = None  # when the step with its first chunk began; None until then
+    first_step: int = 0  # the step that admitted it first
     entry_step: int = 0  # the step that admitted it last
+    left_step: int = 0  # the step that preempted it last
+    num_waited_steps: int = 0  # between its preemptions and its returns
     entry_tokens: int = 0  # tokens known then; those beyond are its consecutive decode steps
     num_shared_blocks: int = 0  # of its blocks, those that somebody else held already when it was admitted
     num_overtaken: int = 0  # later arrivals admitted while it waited for memory

@@ -13,7 +13,7 @@ from worker.cache.pool import IntegrityError
 from worker.engine.batch import Batch, BatchRow
 from worker.engine.config import SchedulerConfig
 from worker.engine.modes import DEFAULT_MODE, MODES, Mode
-from worker.engine.preemption import can_yield, choose_victim, list_yielding
+from worker.engine.preemption import choose_victim, list_yielding
 from worker.engine.request import Request, RequestState
 from worker.engine.waiting import WaitingList
 
@@ -85,7 +85,7 @@ class Scheduler:
         num_yielding = sum(
             request.band >= Band.NORMAL  # what most newcomers are of
             and request.state is RequestState.RUNNING
-            and can_yield(request, self.levels, self.num_steps)
+            and self.levels.may_yield(request, self.num_steps)
             for request in self._long
         )
         return max(0, len(self._free_slots) + num_yielding - self.waiting.num_preempted)
@@ -134,6 +134,7 @@ class Scheduler:
                 ended.append(request)
             else:
                 self.waiting.remove(request)
+                self.manager.forget(request)
             if request.finish_reason in (FinishReason.STOP, FinishReason.LENGTH):
                 self.memory.observe_end(request)
             request.state = RequestState.FINISHED
@@ -168,10 +169,12 @@ class Scheduler:
     def preempt(self, request: Request) -> None:
         """Takes everything from a running request and lets it wait at the place of its arrival; its tokens stay."""
         request.num_lost = request.num_computed
+        self.manager.keep(request, self.budget.recompute_s)
         self.running.remove(request)
         self._leave_slot(request)
         request.state = RequestState.WAITING
         request.num_preemptions += 1
+        request.left_step = self.num_steps
         self.step.preempted.append(request)
         self.waiting.add(request)
 
@@ -265,9 +268,9 @@ class Scheduler:
         return True
 
     def _list_yielding(self, request: Request, now_s: float, blocked: Request | None) -> Sequence[Request]:
-        """Who would make way for a waiting request now: nobody before its first chunk is nearly late, nor while too
-        much is computed twice, nor for one that would overtake another without a first chunk."""
-        if not self._long or not self.levels.is_urgent(request, now_s):
+        """Who would make way for a waiting request now: nobody before it is urgent, nor while too much is computed
+        twice, nor for one that would overtake another without a first chunk."""
+        if not self._long or not self.levels.is_urgent(request, self.num_steps, now_s):
             return ()
         if blocked is not None and blocked.started_s is None:
             return ()
@@ -287,8 +290,10 @@ class Scheduler:
         self.step.num_hit_tokens += request.num_computed
         if request.num_preemptions:
             self.step.resumed.append(request)
+            request.num_waited_steps += self.num_steps - request.left_step
             self.step.num_recomputed_tokens += max(0, request.num_lost - request.num_computed)
         else:
+            request.first_step = self.num_steps
             request.num_cached_tokens = min(request.num_computed, request.num_prompt_tokens)
             self.step.admitted.append(request)
 
