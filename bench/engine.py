@@ -129,7 +129,12 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--block-size", type=int, default=defaults.block_size)
     parser.add_argument("--max-num-seqs", type=int, default=defaults.max_num_seqs)
     parser.add_argument("--max-num-batched-tokens", type=int, default=defaults.max_num_batched_tokens)
-    parser.add_argument("--time-budget", action="store_true", help="bound steps in time as well as in tokens")
+    parser.add_argument(
+        "--step-budget-ms",
+        type=float,
+        default=1000 * defaults.step_budget_s,
+        help="a step's length while prompts are computed; 0: bound steps in tokens only (default: %(default)g)",
+    )
     parser.add_argument("--workload", action="append", choices=SUITE, help="only these; default: all")
     return parser.parse_args()
 
@@ -157,6 +162,7 @@ def main() -> None:
     """Runs the workloads; prints a line for people and a line for programs for each."""
     arguments = parse()
     torch.set_num_threads(arguments.threads)
+    defaults = EngineOptions()
     options = EngineOptions(
         dtype=getattr(torch, arguments.dtype),
         backend=arguments.backend,
@@ -164,6 +170,7 @@ def main() -> None:
         block_size=arguments.block_size,
         max_num_seqs=arguments.max_num_seqs,
         max_num_batched_tokens=arguments.max_num_batched_tokens,
+        step_budget_s=arguments.step_budget_ms / 1000 or defaults.step_budget_s,
         num_threads=arguments.threads,
     )
     model, runner = load(arguments.model or ensure_default_model(on_progress=print), options)
@@ -171,7 +178,7 @@ def main() -> None:
     work |= {name: SUITE[name]() for name in arguments.workload or SUITE}
     for name, requests in work.items():
         # An empty prefix cache for each.
-        engine, _ = build_engine(model, runner, options, now=time.monotonic if arguments.time_budget else None)
+        engine, _ = build_engine(model, runner, options, now=time.monotonic if arguments.step_budget_ms else None)
         run = measure(engine, runner, name, requests, options.max_num_seqs)
         if name != "warm-up":
             print(run.describe())

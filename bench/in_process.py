@@ -36,6 +36,7 @@ class EngineOptions:
     max_num_seqs: int = 64
     max_num_batched_tokens: int = 512
     max_chunk_tokens: int | None = None  # None: the whole budget
+    step_budget_s: float = 0.05  # counts only if the engine has a clock
     prefix_cache: bool = True
     num_threads: int = 2
 
@@ -79,6 +80,7 @@ def build_engine(
             max_num_seqs=options.max_num_seqs,
             max_num_batched_tokens=options.max_num_batched_tokens,
             max_chunk_tokens=options.max_chunk_tokens or options.max_num_batched_tokens,
+            step_budget_s=options.step_budget_s,
         ),
     )
     limits = ModelLimits(
