@@ -7,6 +7,9 @@ from typing import Protocol
 from worker.engine.config import SchedulerConfig
 from worker.engine.cost_model import CostModel, StepLoad, chunk_kv_tokens
 
+MIN_CHUNK_SHARE = 0.25
+"""Of a step's time, kept for chunks even if the decodes take all of it: prompts advance, and gaps stay bounded."""
+
 
 class Budget(Protocol):
     """One step's budget: opened with the decodes, which ride in any case, then taken from chunk by chunk."""
@@ -15,9 +18,11 @@ class Budget(Protocol):
         """Begins a step in which so many requests decode, attending to so many tokens."""
         ...
 
-    def take(self, start: int, wanted: int, *, is_new_row: bool = True, at_least: int = 0) -> int:
-        """Tokens granted to a chunk from position `start` on: `wanted` or less, `at_least` so many if the step has room
-        for them at all. `is_new_row` is false where the request has a chunk in this step already."""
+    def take(self, start: int, wanted: int, *, is_new_row: bool = True, is_first: bool = False) -> int:
+        """Tokens granted to a chunk from position `start` on, `wanted` or less; the first of a step gets one at least.
+
+        `is_new_row` is false where the request has a chunk in this step already.
+        """
         ...
 
     def num_tokens(self) -> int:
@@ -45,9 +50,9 @@ class TokenBudget:
         del num_kv_tokens
         self._left = self._max_tokens - num_decodes
 
-    def take(self, start: int, wanted: int, *, is_new_row: bool = True, at_least: int = 0) -> int:
+    def take(self, start: int, wanted: int, *, is_new_row: bool = True, is_first: bool = False) -> int:
         """See Budget."""
-        del start, is_new_row, at_least
+        del start, is_new_row, is_first
         granted = min(wanted, self._left)
         self._left -= granted
         return granted
@@ -80,12 +85,12 @@ class TimeBudget:
         """See Budget."""
         self._load = StepLoad(num_decodes, num_kv_tokens, num_decodes)
         self._left = self._max_tokens - num_decodes
-        self._left_s = self._budget_s - self.cost.predict(self._load)
+        self._left_s = max(self._budget_s - self.cost.predict(self._load), MIN_CHUNK_SHARE * self._budget_s)
 
-    def take(self, start: int, wanted: int, *, is_new_row: bool = True, at_least: int = 0) -> int:
+    def take(self, start: int, wanted: int, *, is_new_row: bool = True, is_first: bool = False) -> int:
         """See Budget."""
         affordable = self.cost.num_affordable(start, self._left_s, is_new_row=is_new_row)
-        granted = min(wanted, self._left, max(affordable, at_least))
+        granted = min(wanted, self._left, max(affordable, is_first))
         if granted:
             load = self._load
             num_kv_tokens = load.num_kv_tokens + chunk_kv_tokens(start, granted)

@@ -22,7 +22,7 @@ class SchedulerConfig:
     max_overtakes: int = 16  # later arrivals admitted before a request that waits for memory
     optimism: float = 0.8  # 0 plans memory for max_tokens of everybody, 1 for the share that requests really use
     output_share: float = 0.3  # of max_tokens that a request is expected to use, until the finished ones tell
-    max_thrash: float = 0.25  # tokens computed again per token computed; from here on it is planned without optimism
+    max_thrash: float = 0.1  # tokens computed again per token computed; from here on it is planned without optimism
     gather_s: float = 0.05  # client mode: how long the first of a batch waits for others
     gather_count: int = 0  # client mode: requests that end the wait at once; 0: as many as there are slots
 

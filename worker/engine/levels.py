@@ -102,9 +102,9 @@ class ThreeLevels:
             smallest = max((smallest + 1) // 2, min(smallest, budget.num_tokens() // len(fresh)))
         chunks: dict[int, Chunk] = {}
         most = min(smallest, self._config.max_chunk_tokens)
-        _extend(chunks, fresh, budget, most, smallest)
-        _extend(chunks, unfinished, budget, most, smallest)
-        _extend(chunks, unfinished, budget, self._config.max_chunk_tokens, smallest)
+        _extend(chunks, fresh, budget, most)
+        _extend(chunks, unfinished, budget, most)
+        _extend(chunks, unfinished, budget, self._config.max_chunk_tokens)
         return list(chunks.values())
 
 
@@ -143,7 +143,7 @@ class OneLevel:
     def share(self, unfinished: Sequence[Request], budget: Budget) -> list[Chunk]:
         """See Levels."""
         chunks: dict[int, Chunk] = {}
-        _extend(chunks, unfinished, budget, self._max_chunk, 1)
+        _extend(chunks, unfinished, budget, self._max_chunk)
         return list(chunks.values())
 
 
@@ -152,18 +152,15 @@ def num_decode_steps(request: Request) -> int:
     return len(request.token_ids) - request.entry_tokens
 
 
-def _extend(chunks: dict[int, Chunk], requests: Iterable[Request], budget: Budget, most: int, at_least: int) -> None:
-    """Takes from the budget for each request in turn, up to `most` tokens in all of a request, until nothing is left.
-
-    The step's very first chunk gets `at_least` so many even if the decodes alone use up the budget: prompts advance.
-    """
+def _extend(chunks: dict[int, Chunk], requests: Iterable[Request], budget: Budget, most: int) -> None:
+    """Takes from the budget for each request in turn, up to `most` tokens of each in all, until nothing is left."""
     for request in requests:
         _, given = chunks.get(request.arrival, (request, 0))
         start = request.num_computed + given
         wanted = min(len(request.token_ids) - start, most - given)
         if wanted <= 0:
             continue
-        granted = budget.take(start, wanted, is_new_row=not given, at_least=0 if chunks else at_least)
+        granted = budget.take(start, wanted, is_new_row=not given, is_first=not chunks)
         if not granted:
             break
         chunks[request.arrival] = (request, given + granted)

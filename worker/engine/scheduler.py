@@ -231,8 +231,14 @@ class Scheduler:
         self.memory.begin_step(self.running)
         admitted: list[Request] = []
         blocked: Request | None = None  # waits for memory
-        for request in self.waiting.first(min(num_tokens, self.config.max_num_seqs) + LOOK_BEHIND):
-            if num_tokens <= 0 or not (self._free_slots or self._long):
+        num_places = len(self._free_slots) + len(self._long)
+        if not num_places:
+            return []
+        waiting = self.waiting.first(num_places + self.waiting.num_preempted + LOOK_BEHIND)
+        # By arrival, but who is not urgent, a newcomer with time or a long request that left, lets the urgent pass.
+        waiting.sort(key=lambda request: not self.levels.is_urgent(request, self.num_steps, now_s))
+        for request in waiting:
+            if num_tokens <= 0:
                 break
             if blocked is not None and not self.memory.may_overtake(request, blocked):
                 continue

@@ -102,7 +102,7 @@ def test_a_forgetting_that_forgets_all_or_nothing_is_refused(forgetting: float) 
 # Budgets
 
 
-def test_a_time_budget_grants_what_the_model_says_and_a_floor_beyond_it() -> None:
+def test_a_time_budget_grants_what_the_model_says_and_keeps_a_share_for_chunks() -> None:
     budget = TimeBudget(SchedulerConfig(8, 512, 512, step_budget_s=0.05))
     budget.cost = fitted()
     budget.open(32, 32 * 500)
@@ -112,9 +112,12 @@ def test_a_time_budget_grants_what_the_model_says_and_a_floor_beyond_it() -> Non
     assert budget.cost.chunk_s(4000, granted, is_new_row=True) <= left_s
     assert budget.take(0, 40) <= 1
     budget.open(32, 10**7)  # the decodes alone take longer than the budget
-    assert budget.num_tokens() == 1
-    assert budget.take(4000, 500, at_least=16) == 16
-    assert budget.take(0, 500) == 0
+    granted = budget.take(4000, 500)
+    assert budget.cost.chunk_s(4000, granted, is_new_row=True) <= 0.0125
+    assert budget.cost.chunk_s(4000, granted + 1, is_new_row=True) > 0.0125
+    budget.open(32, 10**7)
+    assert budget.take(10**7, 500) == 0
+    assert budget.take(10**7, 500, is_first=True) == 1, "a prompt always advances"
 
 
 def test_no_budget_grants_more_tokens_than_the_step_has_room_for() -> None:
@@ -122,4 +125,4 @@ def test_no_budget_grants_more_tokens_than_the_step_has_room_for() -> None:
     for budget in (TimeBudget(config), TokenBudget(config)):
         budget.open(8, 8)
         assert budget.num_tokens() == 92
-        assert [budget.take(0, 60), budget.take(0, 60, at_least=60), budget.take(0, 1)] == [60, 32, 0]
+        assert [budget.take(0, 60), budget.take(0, 60, is_first=True), budget.take(0, 1)] == [60, 32, 0]
