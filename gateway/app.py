@@ -32,7 +32,7 @@ from gateway.rpc.dialer import WorkerDialer
 from gateway.rpc.endings import Endings
 from gateway.rpc.worker_session import SessionSettings
 from gateway.store.redis_ledger import RedisLedger
-from gateway.store.redis_limiter import RedisLimiter
+from gateway.store.redis_limiter import LimiterSettings, RedisLimiter
 from gateway.store.redis_queue import QueueSettings, RedisQueue
 from gateway.store_health import StoreHealth
 from gateway.tenants import Tenants
@@ -72,7 +72,13 @@ class GatewayApp:
         self.queue = RedisQueue(
             redis_url, pool=settings.pool, gateway_id=self.gateway_id, settings=_queue_settings(settings)
         )
-        self._limiter = RedisLimiter(redis_url, pool=settings.pool, clock=clock, uniform=random.uniform)
+        self._limiter = RedisLimiter(
+            redis_url,
+            pool=settings.pool,
+            clock=clock,
+            uniform=random.uniform,
+            settings=LimiterSettings(timeout_s=settings.store_timeout_s),
+        )
         drain_rate = DrainRate(random.uniform)
         self.dispatcher = Dispatcher(
             self.queue,
@@ -259,6 +265,7 @@ def _queue_settings(settings: GatewaySettings) -> QueueSettings:
         normal_headroom=settings.normal_headroom,
         low_headroom=settings.low_headroom,
         long_wait_s=settings.long_wait_s,
+        timeout_s=settings.store_timeout_s,
     )
 
 

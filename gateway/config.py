@@ -25,6 +25,9 @@ class GatewaySettings(Settings):
         description="redis://host:port/db or unix:///path of the queue's store; empty starts a private redis-server",
         validation_alias="TIDEGATE_REDIS_URL",
     )
+    store_timeout_s: float = Field(
+        2.0, gt=0, description="seconds that the store may take for an answer; without one nothing new is accepted"
+    )
     pool: str = Field("default", pattern=r"^[a-z0-9][a-z0-9_-]{0,63}$", description="fleet whose queue is served")
     gateway_id: str = Field("", pattern=r"^[A-Za-z0-9._-]{0,64}$", description="unique in the fleet; empty: chosen")
     tenants_file: Path = Field(
@@ -57,7 +60,7 @@ class GatewaySettings(Settings):
         0.1, ge=0, lt=1, description="part of each worker that the low band leaves free for higher ones"
     )
     long_wait_s: float = Field(
-        30.0, ge=0, description="seconds after which a request's turn may come by its wait alone, one claim in 16"
+        60.0, ge=0, description="seconds after which a request's turn may come by its wait alone, one claim in 32"
     )
     max_attempts: int = Field(3, ge=1, description="workers that a request may lose before it fails with WORKER_LOST")
     credit_output_tokens: int = Field(

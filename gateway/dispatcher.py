@@ -22,18 +22,19 @@ from common.metrics import GatewayMetrics
 from common.types import Band, BlockUsage, FinishReason, Reason
 from gateway.admission.drain_rate import DrainRate
 from gateway.background import Background
-from gateway.lifecycle import failed, finished
+from gateway.lifecycle import RequestState, failed, finished
 from gateway.live import LiveRequest
 from gateway.placement.fleet import Fleet
 from gateway.placement.model import ServedModel
 from gateway.placement.worker import RejectedEvent, TokensEvent, WorkerSession, WorkerState
 from gateway.queueing.meter import OutputMeter
-from gateway.queueing.queue import Claim, Place, Queue
+from gateway.queueing.queue import Claim, Place, Queue, QueueEntry
 from gateway.reports import PendingReports
 from gateway.store_health import StoreHealth
 
 _log = structlog.get_logger(__name__)
 
+_NO_LIMIT = 2**53  # of what was accepted once
 _INBOX_WAIT_S = 1.0
 _FIRST_BACKOFF_S = 0.05
 _MAX_BACKOFF_S = 1.0
@@ -219,13 +220,30 @@ class Dispatcher:
     def _resume(self, live: LiveRequest, claim: Claim, cause: str, *, is_loss: bool) -> None:
         """Its worker does not go on with it: another one does. Losses are bounded; what a drain hands back is none."""
         live.num_losses += is_loss
-        if live.num_losses >= self._settings.max_attempts or live.is_unknown_to_queue:
+        if live.num_losses >= self._settings.max_attempts:
             live.claim = None
             message = f"the worker was lost {live.num_losses} times; no further attempt is made"
             live.end(failed(UnavailableError(message, reason=Reason.WORKER_LOST, retry_after_s=1.0)))
             return
         _log.info("request_resumes", request_id=live.fleet_id, worker_id=claim.worker_id, cause=cause)
         self._return_to_queue(live, claim, Place.FIRST, cause)
+
+    def restore(self, live: LiveRequest) -> None:
+        """The queue has lost a request: one that waits is enqueued again, one that runs goes on without the queue."""
+        entry = live.lost_entry()
+        if entry is not None and live.lifecycle.state is RequestState.QUEUED:
+            self._background.spawn(self._restore(live, entry), "restore")
+
+    async def _restore(self, live: LiveRequest, entry: QueueEntry) -> None:
+        with self._store.watched():  # the next heartbeat tells again
+            try:
+                await self._queue.enqueue(entry, max_length=_NO_LIMIT)
+            except DuplicateRequestError:  # it is known again
+                return
+            _log.info("request_restored", request_id=live.fleet_id)
+            self.kick()
+            if live.lifecycle.is_ended:
+                await self._queue.finish(live.fleet_id)
 
     # What sessions tell
 

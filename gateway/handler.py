@@ -112,6 +112,7 @@ class Handler:
     def _check_open(self) -> None:
         if self._refusal is not None:
             raise self._refusal()
+        self._store.check()
 
     async def generate(self, tenant: Tenant, call: GenerateCall, deadline: float | None) -> AsyncGenerator[Event, None]:
         """The events of one answer. `deadline`: monotonic seconds at which the client gives up.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from common.clock import Clock
@@ -102,8 +103,7 @@ class Housekeeper:
             self._store.failed(error)
             return
         self._store.answered()
-        for fleet_id in unknown:
-            self._on_unknown(fleet_id)
+        self._restore(unknown)
         self._num_waiting = sum(depth.num_waiting for depth in depths)
         for depth in depths:
             band = depth.band.name.lower()
@@ -119,15 +119,11 @@ class Housekeeper:
                 if error is not None:
                     live.end(failed(error))
 
-    def _on_unknown(self, fleet_id: str) -> None:
-        """The queue has lost a request: a running one goes on, a waiting one would wait for ever."""
-        live = self._dispatcher.find(fleet_id)
-        if live is None or live.lifecycle.is_ended:
-            return
-        live.is_unknown_to_queue = True
-        if live.lifecycle.state is RequestState.QUEUED:
-            message = "the queue has lost the request"
-            live.end(failed(UnavailableError(message, reason=Reason.STORE_UNAVAILABLE, retry_after_s=1.0)))
+    def _restore(self, unknown: Sequence[str]) -> None:
+        """The queue has lost requests: those that wait take their places again in the order in which they came."""
+        found = (self._dispatcher.find(fleet_id) for fleet_id in unknown)
+        for live in sorted((live for live in found if live is not None), key=lambda live: live.queued_at):
+            self._dispatcher.restore(live)
 
     def _overdue(self, live: LiveRequest, now: float) -> TidegateError | None:
         limits = self._settings

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from common.types import Band, FinishReason, PositionLogprobs, SamplingParams, Usage
 from gateway.admission.limits import Remaining
@@ -62,7 +62,8 @@ class LiveRequest:
         self.record_id = ""  # in the ledger, once it is accepted
         self._heard_attempt = 0  # the latest that has made a token
         self.num_refusals = 0  # in a row, by workers without room
-        self.is_unknown_to_queue = False
+        self.entry: QueueEntry | None = None  # as it was enqueued
+        self.last_attempt = 0
         self.is_generated = False  # a worker has said its last word, which the client may not have read yet
         self.is_reserved = False
         self.remaining = Remaining()  # of the tenant's limits, when it was reserved
@@ -87,7 +88,7 @@ class LiveRequest:
     def queue_entry(self, owner: str, *, credit_output_tokens: int, max_pool_tokens: int | None) -> QueueEntry:
         """The request as the queue knows it. The credit is cut to the largest pool, so that it can be had at all."""
         needed = self.num_input_tokens + min(self.request.sampling.max_tokens, credit_output_tokens)
-        return QueueEntry(
+        self.entry = QueueEntry(
             request_id=self.fleet_id,
             owner=owner,
             model=self.request.model.limits.model,
@@ -97,6 +98,13 @@ class LiveRequest:
             num_tokens_needed=needed if max_pool_tokens is None else min(needed, max_pool_tokens),
             weight=self.request.tenant.weight,
         )
+        return self.entry
+
+    def lost_entry(self) -> QueueEntry | None:
+        """What to tell a queue that has lost it; None if it was never there."""
+        if self.entry is None:
+            return None
+        return replace(self.entry, num_input_tokens=self.num_input_tokens, attempt=self.last_attempt)
 
     def submission(self, attempt: int) -> Submission:
         """The next attempt, which goes on after the tokens received so far."""
@@ -121,6 +129,7 @@ class LiveRequest:
             self.lifecycle.advance(RequestState.QUEUED)
         self.lifecycle.advance(RequestState.DISPATCHED)
         self.claim = claim
+        self.last_attempt = claim.attempt
         self.num_attempts += 1
         if self.taken_at is None:
             self.taken_at = now

@@ -9,8 +9,11 @@ import structlog
 
 from common.errors import UnavailableError
 from common.metrics import GatewayMetrics
+from common.types import Reason
 
 _log = structlog.get_logger(__name__)
+
+_RETRY_AFTER_S = 1.0
 
 
 class StoreHealth:
@@ -22,14 +25,20 @@ class StoreHealth:
         self.is_up = False  # until the first answer
         self._is_reported_down = False
 
+    def check(self) -> None:
+        """Raises UnavailableError(STORE_UNAVAILABLE) while it is known to be out of reach: nobody waits to find out."""
+        if self._is_reported_down:
+            message = "the store is out of reach; nothing new is accepted until it answers"
+            raise UnavailableError(message, reason=Reason.STORE_UNAVAILABLE, retry_after_s=_RETRY_AFTER_S)
+
     def answered(self) -> None:
         """A call got its answer."""
         if not self.is_up:
             self.is_up = True
             self._metrics.store_up.set(1)
             _log.info("store_up")
-            self._is_reported_down = False
             self._on_change()
+        self._is_reported_down = False
 
     @contextmanager
     def watched(self) -> Iterator[None]:

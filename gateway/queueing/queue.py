@@ -31,6 +31,7 @@ class QueueEntry:
     num_input_tokens: int  # tokens to compute before the first new one
     num_tokens_needed: int  # tokens of KV to reserve as credit when claimed
     weight: int = 1  # of the tenant, at least 1: backlogged flows of a band are served in proportion to it
+    attempt: int = 0  # of its last claim, if the queue has lost it and it is enqueued again
 
     @property
     def flow(self) -> Flow:
@@ -167,7 +168,7 @@ class Queue(Protocol):
         """Says that this gateway lives for ttl_s more, and reaps what dead gateways and expired claims left.
 
         Returns ids of this gateway's requests that the queue does not know (it lost them, or another gateway reaped
-        them): the caller ends these.
+        them): the caller enqueues again those that wait.
         """
         ...
 

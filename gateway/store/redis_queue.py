@@ -55,8 +55,8 @@ class QueueSettings:
     )
     low_headroom: float = 0.0  # the same for the low band; claims by share or by wait need leave nothing
     max_owed_tokens: int = 20_000  # weighted tokens of its share that a band can save up
-    long_wait_s: float = 30.0  # after this long a request's turn may come by its wait, whatever its band and flow
-    claims_per_long_wait: int = 16  # of so many claims, one goes to the longest wait if that is long
+    long_wait_s: float = 60.0  # after this long a request's turn may come by its wait, whatever its band and flow
+    claims_per_long_wait: int = 32  # of so many claims, one goes to the longest wait if that is long
     max_connections: int = 8  # beside the one for the inbox
     timeout_s: float = 5.0  # for connecting, for a connection's turn, and for each reply
 
@@ -118,6 +118,7 @@ class RedisQueue:
                 max_length,
                 _NO_LIMIT if max_of_tenant is None else max_of_tenant,
                 microseconds(self._settings.owner_ttl_s),
+                entry.attempt,
             )
         except UnavailableError:
             self._doubtful.add(entry.request_id)

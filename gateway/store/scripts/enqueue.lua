@@ -1,7 +1,7 @@
 -- Adds a request at the end of the fresh work of its flow.
 -- ARGV: 2 request id, 3 owner, 4 model, 5 band, 6 tenant, 7 weight of the tenant, 8 input tokens, 9 tokens needed,
 --       10 max length of the band, 11 max waiting requests of the tenant, 12 microseconds that the owner is taken to live if
---       it has no heartbeat yet
+--       it has no heartbeat yet, 13 attempt of its last claim
 -- Returns its arrival number; -1 if the id is live already; -2 if the band is full, -3 if the tenant's part of the queue is.
 -- A refusal writes nothing.
 local id, owner, model, band, tenant = ARGV[2], ARGV[3], ARGV[4], ARGV[5], ARGV[6]
@@ -21,7 +21,7 @@ if not is_alive(owner) then call('ZADD', GATEWAYS, int(NOW + owner_ttl), owner) 
 call('SADD', owned_key(owner), id)
 call('HSET', request_key(id), 'owner', owner, 'model', model, 'band', band, 'tenant', tenant, 'input_tokens', ARGV[8],
   'tokens_needed', ARGV[9], 'arrival', int(arrival), 'rank', '0', 'turn', int(arrival), 'waiting_since', int(NOW),
-  'attempt', '0', 'worker', '', 'epoch', '', 'overtaken', '0', 'charged', '0', 'charged_tokens', '0')
+  'attempt', ARGV[13], 'worker', '', 'epoch', '', 'overtaken', '0', 'charged', '0', 'charged_tokens', '0')
 call('HSET', flow_key(band, tenant, model), 'weight', ARGV[7])
 list(id, band, model, tenant, arrival, '0', int(arrival), true)
 return arrival

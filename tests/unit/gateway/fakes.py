@@ -73,6 +73,7 @@ class FakeQueue:
     unknown: list[str] = field(default_factory=list)
     reports: list[WorkerReport] = field(default_factory=list)
     requeued: list[tuple[str, int, Place, int]] = field(default_factory=list)
+    enqueued: list[QueueEntry] = field(default_factory=list)
     charged: list[dict[Flow, int]] = field(default_factory=list)
     finished: list[str] = field(default_factory=list)
     forgotten: list[tuple[str, int]] = field(default_factory=list)
@@ -83,6 +84,7 @@ class FakeQueue:
 
     async def enqueue(self, entry: QueueEntry, *, max_length: int, max_of_tenant: int | None = None) -> None:
         self._answer()
+        self.enqueued.append(entry)
 
     async def dispatch(self, reports: Sequence[WorkerReport] = ()) -> list[Claim]:
         self._answer()

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 
@@ -16,7 +15,7 @@ from gateway.admission.limits import NO_LIMITS, TenantLimits
 from gateway.background import Background
 from gateway.dispatcher import Dispatcher, DispatcherSettings
 from gateway.housekeeper import Housekeeper, HousekeeperSettings
-from gateway.lifecycle import RequestState
+from gateway.lifecycle import RequestState, gone
 from gateway.live import LiveRequest
 from gateway.placement.fleet import Fleet
 from gateway.placement.worker import RejectedEvent, WorkerState
@@ -33,9 +32,10 @@ class Bench:
     clock: FakeClock
     fleet: Fleet
     session: FakeSession
+    background: Background
 
-    def enqueued(self, limits: TenantLimits = NO_LIMITS) -> LiveRequest:
-        live = live_request(limits=limits)
+    def enqueued(self, request_id: str = "r1", limits: TenantLimits = NO_LIMITS) -> LiveRequest:
+        live = live_request(request_id, limits=limits)
         self.dispatcher.register(live)
         live.lifecycle.advance(RequestState.ADMITTED)
         live.enter_queue(self.clock.now)
@@ -64,7 +64,7 @@ async def bench() -> AsyncIterator[Bench]:
     dispatcher.on_ready(session, SERVED)
     settings = HousekeeperSettings(queue_ttl_s=60, no_worker_timeout_s=10, heartbeat_s=1, heartbeat_ttl_s=5)
     housekeeper = Housekeeper(dispatcher, queue, Unlimited(), fleet, store, metrics, clock, drain_rate, settings)
-    yield Bench(housekeeper, dispatcher, queue, clock, fleet, session)
+    yield Bench(housekeeper, dispatcher, queue, clock, fleet, session, background)
     await background.close()
 
 
@@ -125,33 +125,38 @@ async def test_a_request_that_workers_keep_refusing_has_waited_all_the_time(benc
     assert error.reason is Reason.QUEUE_TTL
 
 
-@pytest.mark.parametrize("is_running", [False, True])
-async def test_requests_that_the_queue_lost_end_if_they_wait_and_go_on_if_they_run(
-    bench: Bench, is_running: bool
-) -> None:
-    live = bench.enqueued()
-    if is_running:
-        live.begin(Claim(live.fleet_id, "me", "w1", 1, 1), bench.clock.now)
-    bench.queue.unknown = [live.fleet_id, "acme/never-seen"]
+async def test_requests_that_the_queue_lost_wait_again_in_their_order_or_go_on(bench: Bench) -> None:
+    running, late, early = bench.enqueued("running"), bench.enqueued("late"), bench.enqueued("early")
+    for live in (running, late, early):
+        live.queue_entry("me", credit_output_tokens=5, max_pool_tokens=None)
+    running.begin(Claim(running.fleet_id, "me", "w1", 1, 4), bench.clock.now)
+    late.begin(Claim(late.fleet_id, "me", "w1", 1, 2), bench.clock.now)
+    late.back_to_queue(queued_at=bench.clock.now + 1)
+    bench.queue.unknown = [late.fleet_id, running.fleet_id, early.fleet_id, "acme/never-seen"]
     await bench.housekeeper.beat()
-    error = await bench.end_of(live)
-    if is_running:
-        assert error is None
-        bench.dispatcher.on_end("w1", 1, WorkerState.LOST)  # the queue cannot hand it on
-        error = await bench.end_of(live)
-        assert error is not None
-        assert error.reason is Reason.WORKER_LOST
-    else:
-        assert error is not None
-        assert error.reason is Reason.STORE_UNAVAILABLE
-    await asyncio.sleep(0)
+    await bench.background.finish_steps(1)
+    assert [(entry.request_id, entry.attempt) for entry in bench.queue.enqueued] == [
+        (early.fleet_id, 0),
+        (late.fleet_id, 2),
+    ]
+    for live in (running, late, early):
+        assert await bench.end_of(live) is None
+
+
+async def test_a_request_that_ends_while_it_is_restored_leaves_nothing_in_the_queue(bench: Bench) -> None:
+    live = bench.enqueued()
+    live.queue_entry("me", credit_output_tokens=5, max_pool_tokens=None)
+    bench.dispatcher.restore(live)
+    live.lifecycle.finish(gone())
+    await bench.background.finish_steps(1)
+    assert bench.queue.finished == [entry.request_id for entry in bench.queue.enqueued] == [live.fleet_id]
 
 
 async def test_a_tenants_own_limit_of_waiting_counts_if_it_is_shorter(bench: Bench) -> None:
-    patient = bench.enqueued(TenantLimits(max_queue_wait_s=1000))
+    patient = bench.enqueued(limits=TenantLimits(max_queue_wait_s=1000))
     bench.clock.now += 1
     bench.dispatcher.unregister(patient)
-    hasty = bench.enqueued(TenantLimits(max_queue_wait_s=5))
+    hasty = bench.enqueued(limits=TenantLimits(max_queue_wait_s=5))
     bench.clock.now += 4.9
     bench.sweep()
     assert await bench.end_of(hasty) is None
