@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 from zlib import crc32
 
+from worker.cache.host import Copy, CopyOrders
 from worker.cache.window import Window
 from worker.engine.batch import Batch, BatchRow, SampledToken
 from worker.engine.request import Request, RequestState
@@ -32,6 +33,48 @@ def generate(prompt: Sequence[int], num_tokens: int, *, vocab_size: int, salt: s
     for _ in range(num_tokens):
         token_ids.append(next_token(prefix_states(token_ids, salt)[-1], vocab_size))
     return token_ids[len(prompt) :]
+
+
+class FakeCopier:
+    """Copies a fake executor's blocks as late as allowed: a block that is overwritten too early is seen.
+
+    What is to be copied beside steps is copied when it is awaited, or `delay` steps later.
+    """
+
+    def __init__(self, executor: FakeExecutor, num_slots: int, *, block_s: float = 1e-9, delay: int = 0) -> None:
+        self.num_slots = num_slots
+        self.block_s = block_s
+        self.delay = delay
+        self.orders: list[CopyOrders] = []
+        self._executor = executor
+        self._host: dict[int, list[int | None]] = {}
+        self._aside: list[tuple[int, Copy]] = []  # steps until it is done
+
+    def begin(self, orders: CopyOrders) -> None:
+        self.orders.append(orders)
+        written = [copy.slot for copy in (*orders.saves, *orders.aside)] + [copy.slot for _, copy in self._aside]
+        assert len(set(written)) == len(written), "two blocks are saved to one slot"
+        for awaited in orders.awaited:
+            entry = next((entry for entry in self._aside if entry[1] == awaited), None)
+            if entry is not None:
+                self._aside.remove(entry)
+                self._save(awaited)
+        for copy in orders.saves:
+            self._save(copy)
+        for copy in orders.loads:
+            assert all(copy.slot != other.slot for _, other in self._aside), "a slot is read before it is written"
+            self._executor.write_block(copy.block_id, self._host[copy.slot])
+        self._aside += [(self.delay, copy) for copy in orders.aside]
+
+    def finished(self, *, wait: bool) -> list[Copy]:
+        done = [copy for left, copy in self._aside if wait or left <= 0]
+        self._aside = [(left - 1, copy) for left, copy in self._aside if not wait and left > 0]
+        for copy in done:
+            self._save(copy)
+        return done
+
+    def _save(self, copy: Copy) -> None:
+        self._host[copy.slot] = self._executor.read_block(copy.block_id)
 
 
 class FakeExecutor:
@@ -88,6 +131,17 @@ class FakeExecutor:
             assert held == [wanted[position] for position in seen], f"{row.request.request_id} reads foreign KV"
             sampled.append(SampledToken(next_token(wanted[-1], self._vocab_size)) if row.samples else None)
         return sampled
+
+    def read_block(self, block_id: int) -> list[int | None]:
+        """What the cells of a block hold."""
+        return [self._cells.get((block_id, offset)) for offset in range(self._block_size)]
+
+    def write_block(self, block_id: int, cells: list[int | None]) -> None:
+        """Fills the cells of a block."""
+        for offset, cell in enumerate(cells):
+            self._cells.pop((block_id, offset), None)
+            if cell is not None:
+                self._cells[block_id, offset] = cell
 
     def _seen(self, row: BatchRow) -> list[int]:
         """Positions that any token of the row attends to."""

@@ -47,15 +47,17 @@ def pack_tokens(token_ids: Sequence[int]) -> bytes:
 class Block:
     """One block of the pool; only the pool writes to it.
 
-    With references it is held by requests. Without, it lies in the free list: cached if it has a key, else empty.
+    With references it is held by requests. Without, it lies in the free list: cached if it has a key, else empty; and
+    swapping, either way, while it is copied.
     """
 
-    __slots__ = ("block_id", "key", "next_free", "next_twin", "prev_free", "prev_twin", "ref_count")
+    __slots__ = ("block_id", "is_copying", "key", "next_free", "next_twin", "prev_free", "prev_twin", "ref_count")
 
     def __init__(self, block_id: int) -> None:
         self.block_id = block_id
         self.ref_count = 0
         self.key: BlockKey | None = None
+        self.is_copying = False  # to the host, beside the steps
         self.prev_free: Block | None = None
         self.next_free: Block | None = None
         # The ring of blocks with an equal key; alone, a block is its own neighbour.
@@ -84,6 +86,14 @@ class FreeList:
             yield block
             block = block.next_free
 
+    @property
+    def front(self) -> Block:
+        """The first block to take. Raises IndexError if there is none."""
+        block = self._end.next_free
+        if block is None or block is self._end:
+            raise IndexError("no free block")
+        return block
+
     def append(self, block: Block) -> None:
         """Puts a block at the back: last to be taken."""
         self._insert(block, self._end.prev_free, self._end)
@@ -94,9 +104,7 @@ class FreeList:
 
     def pop_front(self) -> Block:
         """Takes the first block. Raises IndexError if there is none."""
-        block = self._end.next_free
-        if block is None or block is self._end:
-            raise IndexError("no free block")
+        block = self.front
         self.remove(block)
         return block
 

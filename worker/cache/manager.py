@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from worker.cache.block import Block, BlockKey, DigestFunction, first_parent, pack_tokens
+from worker.cache.host import HostHit, HostTier
 from worker.cache.pool import BlockCounts, BlockPool, IntegrityError
 from worker.cache.window import Window
 from worker.engine.request import Request
 
 UNBOUNDED = 1 << 62
 """More tokens than anybody has."""
+
+Hit = Block | HostHit | None
+"""A block of a known prefix: in the pool, in the host, or one that no later token sees, wherever it is."""
 
 HOLE = 0
 """What stands in a block table for a block that was given back: the null block, which nobody reads."""
@@ -28,14 +32,19 @@ class CacheManager:
         prefix_cache: bool = True,
         window: Window | None = None,
         max_chunk_tokens: int = 1,
+        host: HostTier | None = None,
     ) -> None:
         """`block_size` tokens per block, at least 1; `digest` chains the prefix cache's keys.
 
         With a `window`, blocks behind it are given back, and a request holds no more than it needs to compute
-        `max_chunk_tokens` in a step; in a smaller pool its chunks are smaller.
+        `max_chunk_tokens` in a step; in a smaller pool its chunks are smaller. `host`, if any, keeps what preempted
+        requests had computed; it needs the prefix cache.
         """
         if block_size < 1:
             raise ValueError(f"block_size is {block_size}, at least 1 is needed")
+        if host is not None and not prefix_cache:
+            raise ValueError("blocks in host memory are found through the prefix cache, which is off")
+        self.host = host
         self._window = window
         self._most_blocks = UNBOUNDED  # that one request holds at a time
         self._is_unbounded = False  # whether requests of any length fit
@@ -73,7 +82,7 @@ class CacheManager:
     def num_needed(self, request: Request, num_tokens: int) -> int:
         """Free blocks that an admission which covers so many tokens would take. Changes nothing but the keys."""
         hits = self._find_prefix(request)
-        shared = sum(block is not None and block.ref_count > 0 for block in hits)
+        shared = sum(isinstance(hit, Block) and hit.ref_count > 0 for hit in hits)
         return self._num_held(hits, num_tokens) - shared
 
     def num_freed(self, request: Request) -> int:
@@ -90,7 +99,8 @@ class CacheManager:
         """
         assert not request.block_ids
         hits = self._find_prefix(request)
-        found = [block for block in hits if block is not None]
+        found = [hit for hit in hits if isinstance(hit, Block)]
+        saved = [hit for hit in hits if isinstance(hit, HostHit)]
         num_reserved = max(request.num_tokens, num_tokens or 0)
         num_new = self._num_held(hits, num_reserved) - len(found)
         num_revived = sum(block.ref_count == 0 for block in found)  # they leave the free list as well
@@ -98,13 +108,18 @@ class CacheManager:
             return False
         for block in found:  # before taking, which could evict them
             self.pool.touch(block)
-        request.block_ids = [HOLE if block is None else block.block_id for block in hits]
-        request.block_ids += [self.pool.take().block_id for _ in range(num_new)]
+        if self.host is not None:
+            self.host.hold(saved)
+        for hit in hits:
+            request.block_ids.append(self._place(hit))
+        request.block_ids += [self._take() for _ in range(num_new - len(saved))]
         request.num_reserved = num_reserved
         request.num_computed = len(hits) * self.block_size
         request.num_published = len(hits)
-        request.num_holes = len(hits) - len(found)
+        request.num_holes = hits.count(None)
         request.num_shared_blocks = len(found) - num_revived
+        if self.host is not None and request.num_preemptions:
+            self.host.release(request.arrival)
         return True
 
     def slide(self, requests: Iterable[Request]) -> None:
@@ -126,13 +141,13 @@ class CacheManager:
             wanted = -(-request.num_reserved // self.block_size) - len(block_ids)
             room = self._most_blocks - (len(block_ids) - request.num_holes)
             for _ in range(min(wanted, room, self.pool.num_free)):
-                block_ids.append(self.pool.take().block_id)
+                block_ids.append(self._take())
 
     def grow(self, request: Request) -> bool:
         """Gives one more block; returns whether there was one."""
         if not self.pool.num_free:
             return False
-        request.block_ids.append(self.pool.take().block_id)
+        request.block_ids.append(self._take())
         return True
 
     def publish(self, request: Request) -> None:
@@ -143,6 +158,22 @@ class CacheManager:
         for index in range(request.num_published, num_full):
             self.pool.publish(request.block_ids[index], self._key(request, index))
         request.num_published = num_full
+
+    def keep(self, request: Request, recompute_s: Callable[[int, int], float]) -> None:
+        """Claims the host's memory for what a request that is about to be preempted has in blocks of its own, if that
+        is worth it; `recompute_s` tells what it takes to compute (start, count) tokens again."""
+        if self.host is None:
+            return
+        blocks = [self.pool.blocks[block_id] for block_id in request.block_ids[: request.num_published]]
+        first = next((index for index, block in enumerate(blocks) if block.ref_count == 1), len(blocks))
+        start = first * self.block_size
+        own = [block for block in blocks[first:] if block.ref_count == 1]
+        self.host.keep(request.arrival, own, recompute_s(start, request.num_computed - start))
+
+    def forget(self, request: Request) -> None:
+        """Gives up what was kept for a preempted request that will not return."""
+        if self.host is not None:
+            self.host.release(request.arrival)
 
     def free(self, request: Request) -> None:
         """Gives all blocks back, the last first: the tail of a prefix is evicted before its head."""
@@ -164,13 +195,37 @@ class CacheManager:
                 raise IntegrityError(f"{request} counts {request.num_holes} holes in {request.block_ids}")
             tables.append([block_id for block_id in request.block_ids if block_id != HOLE])
         self.pool.check_integrity(tables)
+        if self.host is not None:
+            self.host.check_integrity()
 
-    def _num_held(self, hits: Sequence[Block | None], num_tokens: int) -> int:
+    def _take(self) -> int:
+        """Takes a block, after whatever must be saved of it is ordered."""
+        if self.host is not None:
+            self.host.before_take(self.pool.next_free)
+        return self.pool.take().block_id
+
+    def _place(self, hit: Hit) -> int:
+        """The block for a hit; one from the host is filled before the step, so it is hittable at once."""
+        if hit is None:
+            return HOLE
+        if isinstance(hit, Block):
+            return hit.block_id
+        block_id = self._take()
+        assert self.host is not None
+        self.host.load(hit, block_id)
+        self.pool.publish(block_id, hit.key)
+        return block_id
+
+    def _find(self, key: BlockKey) -> Block | HostHit | None:
+        block = self.pool.find(key)
+        return block if block is not None or self.host is None else self.host.find(key)
+
+    def _num_held(self, hits: Sequence[Hit], num_tokens: int) -> int:
         """Blocks that an admission with these hits holds; at least one token's place is new."""
         num_holes = hits.count(None)
         return min(-(-num_tokens // self.block_size) - num_holes, self._most_blocks)
 
-    def _find_prefix(self, request: Request) -> Sequence[Block | None]:
+    def _find_prefix(self, request: Request) -> Sequence[Hit]:
         """The cached blocks of the longest known prefix that leaves a token to compute; None for blocks of it that no
         later token sees, cached or not."""
         if not self._prefix_cache:
@@ -182,29 +237,29 @@ class CacheManager:
             else self._find_tail(request, num_blocks, self._window)
         )
 
-    def _find_from_start(self, request: Request, num_blocks: int) -> list[Block]:
+    def _find_from_start(self, request: Request, num_blocks: int) -> list[Hit]:
         """Up to so many blocks, until one is not cached."""
-        hits: list[Block] = []
+        hits: list[Hit] = []
         for index in range(num_blocks):
-            block = self.pool.find(self._key(request, index))
-            if block is None:
+            hit = self._find(self._key(request, index))
+            if hit is None:
                 break
-            hits.append(block)
+            hits.append(hit)
         return hits
 
-    def _find_tail(self, request: Request, num_blocks: int, window: Window) -> list[Block | None]:
+    def _find_tail(self, request: Request, num_blocks: int, window: Window) -> list[Hit]:
         """The longest prefix, up to so many blocks, whose sinks and last window are cached; searched from its end."""
         num_sink_blocks = window.num_sink_blocks(self.block_size)
         end = num_blocks
         while end:
             first = min(end, window.first_block(end * self.block_size, self.block_size))
-            tail: list[Block | None] = []
+            tail: list[Hit] = []
             for index in range(end - 1, first - 1, -1):
-                block = self.pool.find(self._key(request, index))
-                if block is None:
+                hit = self._find(self._key(request, index))
+                if hit is None:
                     end = index
                     break
-                tail.append(block)
+                tail.append(hit)
             else:
                 sinks = self._find_from_start(request, min(num_sink_blocks, end))
                 if len(sinks) == min(num_sink_blocks, end):

@@ -47,26 +47,37 @@ class BlockPool:
         self._num_empty = self.num_usable
         self._num_cached = 0
         self._num_referenced = 0
+        self._num_swapping = 0
         for block in self.blocks[1:]:
             self._free.append(block)
 
     @property
     def num_free(self) -> int:
-        """Blocks that can be taken: empty and cached."""
-        return self._num_empty + self._num_cached
+        """Blocks that can be taken: empty and cached, and swapping ones as soon as they are copied."""
+        return self._num_empty + self._num_cached + self._num_swapping
+
+    @property
+    def next_free(self) -> Block:
+        """The block that `take` takes next. Raises IndexError if none is free."""
+        return self._free.front
 
     @property
     def counts(self) -> BlockCounts:
         """Blocks by state."""
-        return BlockCounts(self._num_empty, self._num_cached, self._num_referenced, swapping=0, null=1)
+        return BlockCounts(self._num_empty, self._num_cached, self._num_referenced, self._num_swapping, null=1)
 
     def find(self, key: BlockKey) -> Block | None:
         """The block with this very content, referenced or cached. Changes nothing."""
         return self._index.get(key)
 
     def take(self) -> Block:
-        """Takes an empty block, or evicts the least recently used cached one. Raises IndexError if none is free."""
+        """Takes an empty block, or evicts the least recently used cached one. Raises IndexError if none is free.
+
+        The block is not being copied: whoever has blocks copied looks at `next_free` first.
+        """
         block = self._free.pop_front()
+        if block.is_copying:
+            raise IntegrityError(f"{block} is taken while it is copied")
         if block.key is None:
             self._num_empty -= 1
         else:
@@ -80,9 +91,35 @@ class BlockPool:
         """Adds a reference to a block that `find` gave, taking it out of the free list if it lay there."""
         if block.ref_count == 0:
             self._free.remove(block)
-            self._num_cached -= 1
+            if block.is_copying:
+                self._num_swapping -= 1
+            else:
+                self._num_cached -= 1
             self._num_referenced += 1
         block.ref_count += 1
+
+    def begin_copy(self, block: Block) -> None:
+        """Counts a block as swapping while it has no reference, until `end_copy`; its content stays as it is."""
+        self._count_free(block, -1)
+        block.is_copying = True
+        self._count_free(block, 1)
+
+    def end_copy(self, block: Block) -> None:
+        """Counts a block by what it is again."""
+        self._count_free(block, -1)
+        block.is_copying = False
+        self._count_free(block, 1)
+
+    def _count_free(self, block: Block, change: int) -> None:
+        """Counts a block by its state, if it is free."""
+        if block.ref_count:
+            return
+        if block.is_copying:
+            self._num_swapping += change
+        elif block.key is None:
+            self._num_empty += change
+        else:
+            self._num_cached += change
 
     def release(self, block_id: int) -> None:
         """Gives a reference back. The last one makes the block cached, or empty if nobody could hit it."""
@@ -97,10 +134,9 @@ class BlockPool:
             self._forget(block)  # a twin holds the same: no need to cache both
         if block.key is None:
             self._free.append_front(block)
-            self._num_empty += 1
         else:
             self._free.append(block)
-            self._num_cached += 1
+        self._count_free(block, 1)
 
     def publish(self, block_id: int, key: BlockKey) -> None:
         """Makes a referenced, completely computed block hittable under `key`."""
@@ -152,7 +188,7 @@ class BlockPool:
         for block in self.blocks[1:]:
             if (block.ref_count == 0) != (block.block_id in free_ids):
                 raise IntegrityError(f"{block} is {'' if block.block_id in free_ids else 'not '}in the free list")
-            seen["referenced" if block.ref_count else "empty" if block.key is None else "cached"] += 1
+            seen[_state_of(block)] += 1
             twin = block.next_twin
             if twin.prev_twin is not block or twin.key != block.key:
                 raise IntegrityError(f"{block} and its twin {twin} disagree")
@@ -160,10 +196,19 @@ class BlockPool:
                 indexed = self._index.get(block.key)
                 if indexed is None or indexed.key != block.key:
                     raise IntegrityError(f"{block} has a key that the index lacks")
-        if (seen["empty"], seen["cached"], seen["referenced"]) != (counts.empty, counts.cached, counts.referenced):
+        states = ("empty", "cached", "referenced", "swapping")
+        if any(seen[state] != getattr(counts, state) for state in states):
             raise IntegrityError(f"{counts} is counted, {dict(seen)} found")
         if any(block.key != key for key, block in self._index.items()):
             raise IntegrityError("the index names a block under a key that it does not have")
         null = self.blocks[0]
         if null.ref_count or null.key is not None:
             raise IntegrityError(f"the null {null} is in use")
+
+
+def _state_of(block: Block) -> str:
+    if block.ref_count:
+        return "referenced"
+    if block.is_copying:
+        return "swapping"
+    return "empty" if block.key is None else "cached"

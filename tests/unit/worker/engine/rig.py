@@ -7,8 +7,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from common.types import BlockUsage, ClaimRef, FinishReason, ModelLimits, Reason, SamplingParams
-from tests.support.fake_executor import FakeExecutor, generate
+from tests.support.fake_executor import FakeCopier, FakeExecutor, generate
 from worker.cache.block import keyed_digest
+from worker.cache.host import HostTier
 from worker.cache.manager import CacheManager
 from worker.cache.pool import BlockPool
 from worker.cache.window import Window
@@ -55,6 +56,9 @@ class EngineRig:
         prefix_cache: bool = True,
         mode: str = DEFAULT_MODE,
         window: Window | None = None,
+        host_slots: int = 0,
+        block_s: float = 1e-9,
+        copy_delay: int = 0,
         tracer: Tracer | None = None,
         **bounds: Any,
     ) -> None:
@@ -65,6 +69,8 @@ class EngineRig:
             num_blocks + 1, block_size, vocab_size=VOCAB_SIZE, max_num_seqs=max_num_seqs, window=window
         )
         self.pool = BlockPool(num_blocks + 1)
+        self.copier = FakeCopier(self.executor, host_slots, block_s=block_s, delay=copy_delay) if host_slots else None
+        self.host = HostTier(self.pool, host_slots, lambda: block_s) if host_slots else None
         self.manager = CacheManager(
             self.pool,
             block_size,
@@ -72,13 +78,21 @@ class EngineRig:
             prefix_cache=prefix_cache and MODES[mode].prefix_cache,
             window=window,
             max_chunk_tokens=max_chunk,
+            host=self.host,
         )
         self.scheduler = Scheduler(
             self.manager, SchedulerConfig(max_num_seqs, budget, max_chunk, watermark_blocks, **bounds), MODES[mode]
         )
         limits = ModelLimits("fake", context_length, VOCAB_SIZE, block_size, num_blocks, max_num_seqs)
         self.engine = Engine(
-            self.executor, self.scheduler, self.manager, limits, eos_token_ids, lambda: self.now_s, tracer
+            self.executor,
+            self.scheduler,
+            self.manager,
+            limits,
+            eos_token_ids,
+            lambda: self.now_s,
+            tracer,
+            copier=self.copier,
         )
         self.engine.open_session(SESSION)
         self.cost_s: Callable[[Batch], float] = lambda batch: 0.0
