@@ -255,6 +255,7 @@ def _server_options(settings: GatewaySettings) -> ServerOptions:
         max_send_message_bytes=settings.max_send_message_bytes,
         min_ping_interval_s=settings.min_ping_interval_s,
         max_connection_age_s=settings.max_connection_age_s,
+        reuse_port=settings.processes > 1,
     )
 
 

@@ -19,7 +19,13 @@ class GatewaySettings(Settings):
     model_config = SettingsConfigDict(env_prefix="TIDEGATE_GATEWAY_", populate_by_name=True)
 
     listen: str = Field("127.0.0.1:50051", description="host:port of the gRPC server; port 0 picks a free one")
-    metrics_listen: str = Field("127.0.0.1:9464", description="host:port of Prometheus metrics; empty turns it off")
+    metrics_listen: str = Field(
+        "127.0.0.1:9464",
+        description="host:port of Prometheus metrics; empty turns it off; several processes take the next ones too",
+    )
+    processes: int = Field(
+        1, ge=1, le=64, description="gateways that share the port, each with an id of its own; more use more cores"
+    )
     redis_url: str = Field(
         "",
         description="redis://host:port/db or unix:///path of the queue's store; empty starts a private redis-server",
