@@ -239,6 +239,16 @@ class TestShares:
         assert ids(await queue.dispatch([report(seq=2, slots=7, max_num_seqs=7)])) == ["h4", "h5", "n"]
         await finish(queue, "n", *(f"h{i}" for i in range(9)))
 
+    async def test_a_claim_that_did_nothing_is_no_service(self, make_queue: MakeQueue) -> None:
+        queue = make_queue("g1", replace(SETTINGS, normal_share=0.5, claims_per_long_wait=10**9))
+        await enqueue(queue, "h0", band=Band.HIGH, input_tokens=100)
+        await enqueue(queue, "h1", band=Band.HIGH, input_tokens=10)
+        await enqueue(queue, "n", input_tokens=40)
+        assert ids(await queue.dispatch([report(slots=1)])) == ["h0"]
+        assert await queue.requeue("h0", attempt=1, place=Place.SAME, num_input_tokens=100)
+        assert ids(await queue.dispatch([report(seq=2, slots=3)])) == ["h0", "n", "h1"]
+        await finish(queue, "h0", "h1", "n")
+
 
 class TestHeadroom:
     """What a lower band leaves free for higher ones, unless it is entitled to the claim."""
