@@ -239,6 +239,8 @@ class Engine:
         finished: list[Request] = []
         for row, token in zip(batch.rows, sampled, strict=False):
             request = row.request
+            if row.num_new < 1:
+                raise IntegrityError(f"{request} was scheduled without a token to compute")
             request.num_computed += row.num_new
             if request.num_computed // block_size > request.num_published:
                 self._manager.publish(request)

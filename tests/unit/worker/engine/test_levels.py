@@ -318,3 +318,34 @@ def test_two_that_need_more_than_half_of_the_memory_each_both_end() -> None:
     for index in range(2):
         rig.assert_generated(f"r{index}", [index] * 4, 40)
     assert sum(stats.num_preemptions for stats in rig.stats) <= 10
+
+
+def test_work_done_twice_makes_admission_plan_for_all_that_was_asked_for() -> None:
+    rig = EngineRig(num_blocks=16, max_num_seqs=2, output_share=0.2, max_thrash=0.2)
+    rig.scheduler.memory.thrash.observe(10_000, 10_000)
+    for index in range(2):
+        rig.submit(f"r{index}", [index] * 8, 40)
+    rig.step()
+    assert running(rig) == ["r0"], "without it both enter, and one is preempted later"
+    rig.run()
+    rig.assert_generated("r1", [1] * 8, 40)
+
+
+def test_the_longest_wait_of_a_flooded_long_request_is_half_of_its_run() -> None:
+    """Short requests that would take every slot for ever: every long one is done in less than twice its own time."""
+    rig = EngineRig(num_blocks=400, max_num_seqs=4, long_after_steps=16, max_thrash=9.0, context_length=1000)
+    for index in range(4):
+        rig.submit(f"long{index}", [index, *PROMPT], 300)
+    names, ended = count(), dict[str, int]()
+    for step in range(1, 700):
+        while rig.engine.num_requests < 12:
+            name = next(names)
+            rig.submit(f"short{name}", [50 + name % 40, *PROMPT], 10)
+        rig.now_s += 0.1
+        rig.step()
+        for index in range(4):
+            if rig.of(f"long{index}").is_ended:
+                ended.setdefault(f"long{index}", step)
+    assert len(ended) == 4
+    assert max(ended.values()) <= 2 * 300
+    assert sum(record.is_ended for name, record in rig.records.items() if name[1].startswith("short")) > 100

@@ -34,6 +34,23 @@ def test_bounds_without_progress_stop_the_start(config: tuple[int, ...], message
         SchedulerConfig(*config)
 
 
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("min_chunk_tokens", 0, "min_chunk_tokens is 0, at least 1"),
+        ("long_after_steps", -1, "long_after_steps is -1, at least 0"),
+        ("grace_steps", -1, "grace_steps is -1"),
+        ("step_budget_s", 0.0, "step_budget_s is 0.0, more than 0"),
+        ("max_thrash", 0.0, "max_thrash is 0.0"),
+        ("optimism", 1.5, "optimism is 1.5, allowed are 0 to 1"),
+        ("output_share", -0.1, "output_share is -0.1"),
+    ],
+)
+def test_policies_that_mean_nothing_stop_the_start(field: str, value: float, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        SchedulerConfig(1, 8, 8, **{field: value})  # type: ignore[arg-type]
+
+
 def test_decodes_ride_in_every_step_then_first_chunks_then_further_ones() -> None:
     rig = EngineRig(num_blocks=200, max_num_seqs=8, budget=20, max_chunk=8)
     rig.submit("decode", [1, 2], 50)

@@ -1,0 +1,39 @@
+"""What a step's numbers become in the metrics."""
+
+from __future__ import annotations
+
+from prometheus_client import CollectorRegistry
+
+from common.metrics import WorkerMetrics
+from tests.unit.worker.engine.rig import EngineRig
+from worker.telemetry import observe_step
+
+
+def test_levels_waits_and_preemptions_are_counted() -> None:
+    registry = CollectorRegistry()
+    metrics = WorkerMetrics(registry)
+    rig = EngineRig(max_num_seqs=1, long_after_steps=4, max_chunk=4, grace_steps=0, prefix_cache=False)
+    rig.submit("long", [1] * 6, 20)
+    for step in range(40):
+        if step == 8:
+            rig.submit("new", [2] * 2, 3)
+            rig.now_s += 1.0
+        observe_step(metrics, rig.engine.step(), 0.01)
+
+    def value(name: str, **labels: str) -> float:
+        found = registry.get_sample_value(f"tidegate_worker_{name}", labels)
+        assert found is not None
+        return found
+
+    assert value("step_rows_total", kind="first_chunk") == 2
+    assert value("step_rows_total", kind="further_chunk") > 1, "the prompt's second chunk, and those of the return"
+    assert value("step_rows_total", kind="decode") + value("step_rows_total", kind="long_decode") == 21, (
+        "not those at a chunk's end"
+    )
+    assert value("step_rows_total", kind="long_decode") > 0
+    assert value("preemptions_total") == value("yielded_total") == 1
+    assert value("first_chunk_wait_seconds_count") == 2
+    assert value("first_chunk_wait_seconds_sum") == 1.0
+    assert value("recomputed_tokens_total") > 6
+    assert value("thrash_ratio") > 0
+    assert value("output_tokens_total") == 23
