@@ -95,6 +95,9 @@ class WorkerMetrics:
         self.yielded = counter("yielded_total", "Of these, long requests that made way for a newcomer")
         self.overtakes = counter("overtakes_total", "Admissions before an earlier request that waits for memory")
         self.recomputed_tokens = counter("recomputed_tokens_total", "Tokens computed again after a preemption")
+        self.swapped_tokens = counter(
+            "swapped_tokens_total", "Tokens of preempted requests copied to host memory and back", "direction"
+        )
         self.thrash_ratio = gauge("thrash_ratio", "Of the recently computed tokens, those lost to a preemption before")
         self.rows = counter("step_rows_total", "Requests in steps, by what was computed of them", "kind")
         self.first_chunk_wait = histogram("first_chunk_wait_seconds", "From arrival to the first chunk's step", _WAIT_S)

@@ -22,9 +22,11 @@ from common.rpc.server import RpcServer, ServerOptions
 from common.rpc.tls import fleet_dialling, server_credentials
 from common.types import ModelDescription, ModelLimits
 from worker.cache.block import keyed_digest
+from worker.cache.host import HostTier
 from worker.cache.manager import CacheManager
 from worker.cache.pool import BlockPool
 from worker.cache.storage import KVLayout
+from worker.cache.swap import make_copier
 from worker.cache.window import choose_window
 from worker.config import WorkerSettings
 from worker.engine.config import SchedulerConfig
@@ -198,6 +200,7 @@ def load_engine(
     digest = keyed_digest(secrets.token_bytes(32))  # nobody outside this process can predict a block's key
     mode = MODES[settings.scheduling_mode]
     prefix_cache = settings.prefix_cache and mode.prefix_cache
+    copier = make_copier(runner.storage, settings.swap_mib) if prefix_cache else None
     manager = CacheManager(
         pool,
         settings.block_size,
@@ -205,6 +208,7 @@ def load_engine(
         prefix_cache=prefix_cache,
         window=runner.window,
         max_chunk_tokens=settings.max_num_batched_tokens,
+        host=None if copier is None else HostTier(pool, copier.num_slots, lambda: copier.block_s),
     )
     bounds = SchedulerConfig(
         max_num_seqs=settings.max_num_seqs,
@@ -218,7 +222,8 @@ def load_engine(
     scheduler = Scheduler(manager, bounds, mode)
     description = describe(model, settings, num_blocks=pool.num_usable)
     now = (clock or SystemClock()).monotonic
-    engine = Engine(runner, scheduler, manager, description.limits, model.text.eos_token_ids, now, tracer)
+    eos_token_ids = model.text.eos_token_ids
+    engine = Engine(runner, scheduler, manager, description.limits, eos_token_ids, now, tracer, copier=copier)
     return engine, description
 
 

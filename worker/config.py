@@ -74,6 +74,12 @@ class WorkerSettings(Settings):
     kv_sink_tokens: int = Field(
         4, ge=0, description="first tokens of a sequence that stay visible besides kv_window_tokens, for stable answers"
     )
+    swap_mib: int = Field(
+        256,
+        ge=0,
+        description="MiB of host memory for what preempted requests had computed, mode full with prefix_cache; what "
+        "does not fit is computed again; 0: none",
+    )
     prefix_cache: bool = Field(True, description="keep finished requests' blocks for later prompts that start alike")
     threads: int = Field(
         default_factory=_default_threads, ge=1, description="compute threads; more than cores makes steps slower"

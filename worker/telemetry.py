@@ -20,6 +20,8 @@ def observe_step(metrics: WorkerMetrics, output: StepOutput, duration_s: float) 
     metrics.yielded.inc(stats.num_yielded)
     metrics.overtakes.inc(stats.num_overtakes)
     metrics.recomputed_tokens.inc(stats.num_recomputed_tokens)
+    metrics.swapped_tokens.labels("out").inc(stats.num_saved_tokens)
+    metrics.swapped_tokens.labels("in").inc(stats.num_loaded_tokens)
     metrics.thrash_ratio.set(stats.thrash_ratio)
     metrics.output_tokens.inc(stats.num_sampled)
     if stats.num_rows:

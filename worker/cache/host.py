@@ -38,6 +38,11 @@ class CopyOrders:
     aside: list[Copy] = field(default_factory=list)  # pool to host, while the step runs or later
 
     @property
+    def num_saved(self) -> int:
+        """Blocks that move to the host."""
+        return len(self.saves) + len(self.aside)
+
+    @property
     def is_empty(self) -> bool:
         """Whether there is nothing to do."""
         return not (self.awaited or self.saves or self.loads or self.aside)
@@ -89,13 +94,6 @@ class HostTier:
         self._saving: dict[int, BlockKey] = {}  # blocks that are copied on the side
         self._loading: list[BlockKey] = []  # by the step that is being scheduled
         self._orders = CopyOrders()
-        self.num_saved = 0  # blocks, since the start
-        self.num_loaded = 0
-
-    @property
-    def num_used(self) -> int:
-        """Slots that hold a block."""
-        return len(self._slots)
 
     def keep(self, arrival: int, blocks: Sequence[Block], recompute_s: float) -> bool:
         """Claims full blocks for a request that is preempted, in order of its tokens; returns whether it did.
@@ -141,7 +139,6 @@ class HostTier:
     def load(self, hit: HostHit, block_id: int) -> None:
         """Orders that a block is filled before the step; the hit is being held."""
         self._orders.loads.append(Copy(block_id, hit.slot))
-        self.num_loaded += 1
 
     def before_take(self, block: Block) -> None:
         """Orders what must be copied before a free block is overwritten; to be called before it is taken."""
@@ -214,7 +211,6 @@ class HostTier:
         else:
             return None
         self._slots[key] = slot
-        self.num_saved += 1
         return slot
 
     def _complete(self, block: Block, key: BlockKey) -> None:

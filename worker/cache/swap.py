@@ -10,17 +10,12 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import torch
 
 from worker.cache.host import Copy, CopyOrders
-from worker.cache.storage import KVLayout, KVStorage
+from worker.cache.storage import KVStorage
 
 _MIB = 1024 * 1024
 _PROBES = 3
 _MEMORY = 16
 """Copies that the measured speed looks back on."""
-
-
-def num_slots_in(swap_mib: int, layout: KVLayout) -> int:
-    """Whole blocks that fit into so many MiB of host memory."""
-    return swap_mib * _MIB // layout.block_bytes
 
 
 class BlockCopier:
@@ -94,3 +89,9 @@ class BlockCopier:
 
     def _learn(self, block_s: float) -> None:
         self._block_s += (block_s - self._block_s) / _MEMORY
+
+
+def make_copier(storage: KVStorage, swap_mib: int) -> BlockCopier | None:
+    """A copier with as many slots as fit into `swap_mib` MiB; None if not one does."""
+    num_slots = swap_mib * _MIB // storage.layout.block_bytes
+    return BlockCopier(storage, num_slots) if num_slots else None

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from common.errors import DuplicateRequestError, LimitExceededError, UnavailableError
 from common.types import Band, FinishReason, ModelLimits, Reason, SamplingParams
-from worker.cache.host import Copier
+from worker.cache.host import Copier, CopyOrders
 from worker.cache.manager import CacheManager
 from worker.cache.pool import IntegrityError
 from worker.engine.batch import Batch, SampledToken
@@ -183,10 +183,10 @@ class Engine:
         """Schedules, executes and updates once. Raises what the executor raises when it is broken."""
         started_s = self._now()
         batch = self._scheduler.schedule(started_s)
-        self._copy()
+        orders = self._copy()
         sampled, error = self._execute(batch)
         self._update(batch, sampled)
-        output = self._collect(batch, sampled, error)
+        output = self._collect(batch, sampled, error, orders)
         if self._tracer is not None and batch.rows:
             self._tracer.record_step(self._scheduler.step, output.stats, started_s, self._now())
         return output
@@ -199,12 +199,14 @@ class Engine:
         if {id(request) for request in known} != {id(request) for request in held}:
             raise IntegrityError(f"{len(known)} requests are known by name, {len(held)} are held by the scheduler")
 
-    def _copy(self) -> None:
+    def _copy(self) -> CopyOrders:
         """Has copied what the scheduled step needs, and begins what can be copied beside it."""
-        if self._copier is not None and self._manager.host is not None:
-            orders = self._manager.host.take_orders()
-            if not orders.is_empty:
-                self._copier.begin(orders)
+        if self._copier is None or self._manager.host is None:
+            return CopyOrders()
+        orders = self._manager.host.take_orders()
+        if not orders.is_empty:
+            self._copier.begin(orders)
+        return orders
 
     def _execute(self, batch: Batch) -> tuple[Sequence[SampledToken | None], ExecutionError | None]:
         """Runs the batch. If that failed: no tokens, and the requests to blame have ended with an error."""
@@ -257,7 +259,11 @@ class Engine:
             self._end(finished)
 
     def _collect(
-        self, batch: Batch, sampled: Sequence[SampledToken | None], error: ExecutionError | None
+        self,
+        batch: Batch,
+        sampled: Sequence[SampledToken | None],
+        error: ExecutionError | None,
+        orders: CopyOrders,
     ) -> StepOutput:
         if self._copier is not None and self._manager.host is not None:  # the idle worker has no block on its way
             self._manager.host.complete(self._copier.finished(wait=not self._scheduler.has_requests))
@@ -278,6 +284,8 @@ class Engine:
             num_decodes=step.num_decodes - step.num_long,
             num_long_decodes=step.num_long,
             first_chunk_waits_s=tuple(step.first_chunk_waits_s),
+            num_saved_tokens=orders.num_saved * self._manager.block_size,
+            num_loaded_tokens=len(orders.loads) * self._manager.block_size,
             thrash_ratio=self._scheduler.memory.thrash.ratio,
             running=len(self._scheduler.running),
             waiting=len(self._scheduler.waiting),

@@ -59,6 +59,8 @@ class StepStats:
     num_decodes: int  # requests that decoded one token, without the long ones
     num_long_decodes: int  # requests of level 3 that decoded one token
     first_chunk_waits_s: tuple[float, ...]  # of every request that had its first chunk: from arrival to this step
+    num_saved_tokens: int  # of preempted requests, copied to host memory
+    num_loaded_tokens: int  # copied back, for requests admitted in this step
     thrash_ratio: float  # of the recently computed tokens, those computed before and lost to a preemption
     running: int
     waiting: int

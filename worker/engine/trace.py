@@ -112,4 +112,6 @@ def _step_args(stats: StepStats) -> dict[str, Any]:
         "yielded": stats.num_yielded,
         "overtakes": stats.num_overtakes,
         "recomputed": stats.num_recomputed_tokens,
+        "swapped_out": stats.num_saved_tokens,
+        "swapped_in": stats.num_loaded_tokens,
     }

@@ -13,7 +13,7 @@ from common.types import Band, SamplingParams
 from tests.support.fake_executor import generate
 from tests.unit.worker.engine.rig import VOCAB_SIZE, EngineRig
 from tests.unit.worker.engine.test_engine_stateful import STOP_TOKENS, EngineMachine
-from worker.cache.block import keyed_digest
+from worker.cache.block import BlockKey, keyed_digest
 from worker.cache.host import HostTier
 from worker.cache.manager import CacheManager
 from worker.cache.pool import BlockPool
@@ -167,25 +167,44 @@ def test_a_second_preemption_saves_only_what_is_new() -> None:
     assert copies(rig, "saves") + copies(rig, "aside") - before <= 2
 
 
-def test_claimed_slots_stay_and_others_are_given_away() -> None:
-    pool = BlockPool(20)
-    tier = HostTier(pool, 4, lambda: 0.0)
-    manager = CacheManager(pool, BLOCK, keyed_digest(b""), host=tier)
-    rig = make_rig(num_blocks=19, host_slots=4)
-    del manager
-    blocks = {}
-    for name in ("a", "b"):
-        rig.submit(name, [hash(name) % 40] * 12 + [3], 8)
+def test_claimed_slots_stay_until_their_request_returns() -> None:
+    rig = make_rig(num_blocks=20, host_slots=4)
+    prompts = {name: [token] * 12 + [3] for name, token in (("a", 1), ("b", 2))}
+    for name, prompt in prompts.items():
+        rig.submit(name, prompt, 8)
         run_until(rig, name, 1)
-        blocks[name] = 3
-    preempt(rig, "a")  # claims 3 of 4 slots
-    preempt(rig, "b")  # finds no room
+    for name in prompts:
+        preempt(rig, name)  # the first claims 3 of 4 slots, the second finds no room
+    push_out(rig, 20)
     assert rig.host is not None
     assert len(rig.host._claims) == 1
     rig.run()
-    for name in ("a", "b"):
-        rig.assert_generated(name, [hash(name) % 40] * 12 + [3], 8)
+    for name, prompt in prompts.items():
+        rig.assert_generated(name, prompt, 8)
+    assert copies(rig, "loads") == 3
     assert rig.host._claims == {}
+
+
+def test_a_slot_that_is_read_in_a_step_is_not_given_away_in_it() -> None:
+    pool = BlockPool(8)
+    tier = HostTier(pool, 1, lambda: 0.0)
+    keys = [BlockKey(bytes([index]), "", b"") for index in range(2)]
+    blocks = [pool.take() for _ in keys]
+    for block, key in zip(blocks, keys, strict=True):
+        pool.publish(block.block_id, key)
+        pool.release(block.block_id)
+    assert tier.keep(1, blocks[:1], 1.0)
+    tier.before_take(blocks[0])
+    tier.release(1)
+    assert len(tier.take_orders().saves) == 1
+    hit = tier.find(keys[0])
+    assert hit is not None
+    assert tier.keep(2, blocks[1:], 1.0)
+    tier.hold([hit])
+    tier.before_take(blocks[1])
+    assert tier.take_orders().saves == []
+    assert tier.find(keys[0]) == hit
+    assert tier.find(keys[1]) is None
 
 
 def test_it_needs_the_prefix_cache_and_its_copier() -> None:
