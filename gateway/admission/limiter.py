@@ -34,7 +34,10 @@ class Limiter(Protocol):
         ...
 
     async def renew(self) -> None:
-        """Says that the requests reserved here and not settled still run. Without it their concurrency slots expire."""
+        """Says that the requests reserved here and not settled still run: without it their concurrency slots expire.
+
+        A store that has lost them counts them again.
+        """
         ...
 
     async def close(self) -> None:

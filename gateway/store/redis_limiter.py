@@ -13,7 +13,7 @@ from common.errors import LimitExceededError, QuotaViolation, UnavailableError
 from common.types import Reason
 from gateway.admission.limiter import Cost
 from gateway.admission.limits import Remaining, TenantLimits
-from gateway.store.connection import Argument, Calls, Script, connect, microseconds, read_script
+from gateway.store.connection import Argument, Calls, Script, connect, microseconds, read_script, text
 from gateway.store.keys import PoolKeys
 
 _PRELUDES = ("clock", "common", "limits")
@@ -28,6 +28,15 @@ class LimiterSettings:
     lease_s: float = 10.0  # concurrency slots of a gateway that is gone come back after this long
     max_connections: int = 4
     timeout_s: float = 5.0  # for connecting, for a connection's turn, and for each reply
+
+
+@dataclass(frozen=True, slots=True)
+class _Reservation:
+    """What a running request has taken."""
+
+    tenant: str
+    tokens: int
+    time_zone: str
 
 
 class RedisLimiter:
@@ -56,7 +65,7 @@ class RedisLimiter:
         self._client = connect(url, max_connections=bounds.max_connections, timeout_s=bounds.timeout_s)
         self._calls = Calls(max_running=bounds.max_connections, timeout_s=bounds.timeout_s)
         self._scripts = {name: Script(name, _PRELUDES, read_script) for name in ("reserve", "settle", "renew")}
-        self._running: dict[str, str] = {}  # request id -> tenant, reserved here and not settled
+        self._running: dict[str, _Reservation] = {}  # by request id, reserved here and not settled
         self._unsettled: dict[str, tuple[str, int]] = {}  # request id -> tenant, tokens used: the store did not answer
 
     def __repr__(self) -> str:
@@ -73,20 +82,8 @@ class RedisLimiter:
 
     async def _reserve(self, tenant: str, request_id: str, cost: Cost, limits: TenantLimits) -> Remaining:
         tokens = cost.num_prompt_tokens + cost.max_output_tokens
-        day_offset = limits.day_offset(datetime.fromtimestamp(self._clock.time(), UTC))
         try:
-            refusal, wait, *left = await self._run(
-                "reserve",
-                tenant,
-                request_id,
-                tokens,
-                _or_none(limits.requests_per_minute),
-                _or_none(limits.tokens_per_minute),
-                _or_none(limits.max_concurrent),
-                _or_none(limits.tokens_per_day),
-                microseconds(day_offset.total_seconds()),
-                microseconds(self._settings.lease_s),
-            )
+            refusal, wait, *left = await self._take(request_id, tenant, tokens, limits)
         except UnavailableError:
             self._unsettled[request_id] = tenant, 0
             raise
@@ -94,8 +91,24 @@ class RedisLimiter:
             wait_s = None if wait == _NEVER else wait / 1e6
             raise self._refusal(refusal, tenant, tokens, limits, wait_s)
         self._unsettled.pop(request_id, None)
-        self._running[request_id] = tenant
+        self._running[request_id] = _Reservation(tenant, tokens, limits.time_zone)
         return Remaining(*(None if number == _NO_LIMIT else number for number in left))
+
+    async def _take(self, request_id: str, tenant: str, tokens: int, limits: TenantLimits) -> list[int]:
+        day_offset = limits.day_offset(datetime.fromtimestamp(self._clock.time(), UTC))
+        reply: list[int] = await self._run(
+            "reserve",
+            tenant,
+            request_id,
+            tokens,
+            _or_none(limits.requests_per_minute),
+            _or_none(limits.tokens_per_minute),
+            _or_none(limits.max_concurrent),
+            _or_none(limits.tokens_per_day),
+            microseconds(day_offset.total_seconds()),
+            microseconds(self._settings.lease_s),
+        )
+        return reply
 
     def _refusal(
         self, refusal: int, tenant: str, tokens: int, limits: TenantLimits, wait_s: float | None
@@ -134,18 +147,28 @@ class RedisLimiter:
             raise
 
     async def renew(self) -> None:
-        """Says that the requests reserved here still run, and repeats what the store did not answer."""
+        """Says that the requests reserved here still run, and tells the store what it has lost or did not answer."""
         await self._shielded(self._renew())
 
     async def _renew(self) -> None:
         if self._running:
             arguments: list[Argument] = [microseconds(self._settings.lease_s)]
-            for request_id, tenant in self._running.items():
-                arguments += [tenant, request_id]
-            await self._run("renew", *arguments)
+            for request_id, reservation in self._running.items():
+                arguments += [reservation.tenant, request_id]
+            for lost in await self._run("renew", *arguments):
+                await self._restore(text(lost))
         for request_id, (tenant, tokens) in list(self._unsettled.items()):
             await self._run("settle", tenant, request_id, tokens)
             self._unsettled.pop(request_id, None)
+
+    async def _restore(self, request_id: str) -> None:
+        """Counts a running request again that the store has lost, whatever the limits say now."""
+        reservation = self._running.get(request_id)
+        if reservation is not None:
+            no_limits = TenantLimits(time_zone=reservation.time_zone)
+            await self._take(request_id, reservation.tenant, reservation.tokens, no_limits)
+            if request_id not in self._running:  # it ended meanwhile
+                self._unsettled.setdefault(request_id, (reservation.tenant, reservation.tokens))
 
     async def close(self) -> None:
         """Closes connections. What is reserved stays so until its leases expire."""

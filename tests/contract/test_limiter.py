@@ -230,6 +230,27 @@ class TestConcurrency:
 
 
 @only_redis
+async def test_a_store_that_comes_back_empty_counts_what_runs(
+    make_limiter: MakeLimiter, clock: StoreClock, redis_client: redis.Redis, pool: str
+) -> None:
+    limits = TenantLimits(max_concurrent=2, tokens_per_minute=100, tokens_per_day=100)
+    limiter, other = make_limiter(), make_limiter()
+    await reserve(limiter, "acme/1", 40, limits)
+    await reserve(limiter, "acme/2", 40, limits)
+    await settle(limiter, "acme/2", 40)
+    redis_client.delete(*pool_keys(redis_client, pool))
+    clock.advance(1)
+    await limiter.renew()
+    await limiter.renew()
+    left = await reserve(other, "acme/3", 10, limits)
+    assert left == Remaining(tokens_per_minute=50, concurrent=0, tokens_today=50)
+    await settle(limiter, "acme/1", 5)
+    await limiter.renew()
+    left = await reserve(other, "acme/4", 10, limits)
+    assert left == Remaining(tokens_per_minute=75, concurrent=0, tokens_today=75)
+
+
+@only_redis
 class TestTokensPerDay:
     async def test_a_spent_budget_is_refused_until_the_day_ends(self, limiter: Limiter, clock: StoreClock) -> None:
         limits = TenantLimits(tokens_per_day=1000)
