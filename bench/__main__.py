@@ -5,6 +5,7 @@ from __future__ import annotations
 import typer
 
 from bench.load.cli import load
+from bench.modes.cli import modes
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -14,6 +15,7 @@ app = typer.Typer(
     help="Measure a Tidegate deployment.",
 )
 app.command()(load)
+app.command()(modes)
 
 
 @app.callback()
