@@ -34,7 +34,10 @@ def submit(**fields: object) -> worker_pb2.Submit:
 
 def check(message: worker_pb2.Submit) -> None:
     submission = codec.submission_from_proto(message, LIMITS)
-    check_submission(LIMITS, submission.prompt_token_ids, submission.output_token_ids, submission.sampling)
+    max_kv_tokens = LIMITS.num_blocks * LIMITS.block_size
+    check_submission(
+        LIMITS, max_kv_tokens, submission.prompt_token_ids, submission.output_token_ids, submission.sampling
+    )
 
 
 def test_defaults_are_those_of_the_proto() -> None:
