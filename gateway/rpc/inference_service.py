@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 from common.clock import Clock
 from common.errors import InvalidRequestError, SlowConsumerError
 from common.rpc.interceptors import IDENTITY
+from common.rpc.write_bound import WriteBound
 from gateway.answer import Accepted, Event, Finished, TextDelta
 from gateway.dispatcher import Dispatcher
 from gateway.handler import Handler
@@ -59,17 +59,16 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
                 await self._write(events, watched, context)
 
     async def _write(self, events: AsyncGenerator[Event, None], watched: WatchedCall, context: Any) -> None:
-        async for event in events:
-            if isinstance(event, Accepted):
-                watched.fleet_id = event.request.fleet_id
-                context.set_trailing_metadata(encode_remaining(event.remaining))
-                token_bytes = event.request.model.text.token_bytes
-            message = encode_event(event, token_bytes)
-            try:
-                async with asyncio.timeout(self._slow_consumer_s):
-                    await context.write(message)
-            except TimeoutError:
-                await events.athrow(SlowConsumerError(f"nothing was read for {self._slow_consumer_s:g} s"))
+        with WriteBound(self._slow_consumer_s) as bound:
+            async for event in events:
+                if isinstance(event, Accepted):
+                    watched.fleet_id = event.request.fleet_id
+                    context.set_trailing_metadata(encode_remaining(event.remaining))
+                    token_bytes = event.request.model.text.token_bytes
+                try:
+                    await bound.write(context, encode_event(event, token_bytes))
+                except TimeoutError:
+                    await events.athrow(SlowConsumerError(f"nothing was read for {self._slow_consumer_s:g} s"))
 
     async def Complete(self, request: inference_pb2.GenerateRequest, context: Any) -> inference_pb2.CompleteResponse:
         """The same as Generate, in one message."""
