@@ -63,7 +63,7 @@ class GatewaySettings(Settings):
         0.0, ge=0, lt=1, description="part of each worker that the normal band leaves free for the high one"
     )
     low_headroom: float = Field(
-        0.1, ge=0, lt=1, description="part of each worker that the low band leaves free for higher ones"
+        0.2, ge=0, lt=1, description="part of each worker that the low band leaves free for higher ones"
     )
     long_wait_s: float = Field(
         60.0, ge=0, description="seconds after which a request's turn may come by its wait alone, one claim in 32"
