@@ -104,7 +104,7 @@ class Client:
         """Cancel what is running and close the connection."""
         await self._channel.close()
 
-    async def generate(
+    def generate(
         self,
         prompt: Prompt,
         sampling: Sampling = _DEFAULT_SAMPLING,
@@ -113,20 +113,49 @@ class Client:
         request_id: str = "",
         band: Band | None = None,
         return_token_ids: bool = False,
+        resumable: bool = False,
+        idempotency_key: str = "",
         timeout_s: float | None = None,
     ) -> AsyncGenerator[Event, None]:
         """One Accepted, any number of Deltas, one Finished.
 
         The request is cancelled when the caller stops iterating: at once with `contextlib.aclosing`, else when the
         iterator is collected. `timeout_s` bounds the whole answer, waits before retries included.
+        A `resumable` answer that broke off can be gone on with by `resume`. A second call with the same
+        `idempotency_key` and content gets the answer of the first one; nothing is generated twice.
         """
         request = to_generate_request(
-            prompt, sampling, model=model, request_id=request_id, band=band, return_token_ids=return_token_ids
+            prompt,
+            sampling,
+            model=model,
+            request_id=request_id,
+            band=band,
+            return_token_ids=return_token_ids,
+            resumable=resumable,
+            idempotency_key=idempotency_key,
         )
+        return self._stream(self._stub.Generate, request, timeout_s)
+
+    def resume(
+        self, request_id: str, offset: int = 0, *, timeout_s: float | None = None
+    ) -> AsyncGenerator[Event, None]:
+        """The rest of a resumable answer, from any gateway: what `generate` gives, without what came before `offset`.
+
+        `offset` is that of the last Delta received; 0 is the whole answer. A stream of it that is still open ends.
+        """
+        request = inference_pb2.ResumeRequest(request_id=request_id, offset=offset)
+        return self._stream(self._stub.Resume, request, timeout_s)
+
+    async def _stream(
+        self,
+        method: grpc.aio.UnaryStreamMultiCallable[_Request, inference_pb2.GenerateResponse],
+        request: _Request,
+        timeout_s: float | None,
+    ) -> AsyncGenerator[Event, None]:
         retry = _Retry(self._options, self._clock, timeout_s)
         while True:
             has_begun = False
-            call = self._stub.Generate(request, timeout=retry.time_left_s(), metadata=self._metadata)
+            call = method(request, timeout=retry.time_left_s(), metadata=self._metadata)
             try:
                 is_finished = False
                 async for response in call:
@@ -171,11 +200,18 @@ class Client:
         request_id: str = "",
         band: Band | None = None,
         return_token_ids: bool = False,
+        idempotency_key: str = "",
         timeout_s: float | None = None,
     ) -> Completion:
-        """The whole answer at once."""
+        """The whole answer at once. `idempotency_key` as for `generate`."""
         request = to_generate_request(
-            prompt, sampling, model=model, request_id=request_id, band=band, return_token_ids=return_token_ids
+            prompt,
+            sampling,
+            model=model,
+            request_id=request_id,
+            band=band,
+            return_token_ids=return_token_ids,
+            idempotency_key=idempotency_key,
         )
         return to_completion(await self._unary(self._stub.Complete, request, timeout_s))
 

@@ -27,10 +27,20 @@ from protos.inference.v1 import inference_pb2, types_pb2
 
 
 def to_generate_request(
-    prompt: Prompt, sampling: Sampling, *, model: str, request_id: str, band: Band | None, return_token_ids: bool
+    prompt: Prompt,
+    sampling: Sampling,
+    *,
+    model: str,
+    request_id: str,
+    band: Band | None,
+    return_token_ids: bool,
+    resumable: bool = False,
+    idempotency_key: str = "",
 ) -> inference_pb2.GenerateRequest:
     """Raises ClientError (INVALID_ARGUMENT) if a value does not fit its field on the wire."""
-    request = inference_pb2.GenerateRequest(return_token_ids=return_token_ids)
+    request = inference_pb2.GenerateRequest(return_token_ids=return_token_ids, resumable=resumable)
+    with _fitting("idempotency_key"):
+        request.idempotency_key = idempotency_key
     with _fitting("request_id"):
         request.request_id = request_id
     with _fitting("model"):
@@ -103,7 +113,7 @@ def to_event(response: inference_pb2.GenerateResponse) -> Event | None:
     kind = response.WhichOneof("event")
     if kind == "delta":
         delta = response.delta
-        return Delta(delta.text, tuple(delta.token_ids), to_logprobs(delta.logprobs))
+        return Delta(delta.text, tuple(delta.token_ids), to_logprobs(delta.logprobs), delta.offset)
     if kind == "accepted":
         accepted = response.accepted
         return Accepted(accepted.request_id, accepted.model, accepted.prompt_tokens, accepted.seed)

@@ -104,6 +104,7 @@ class Delta:
     text: str
     token_ids: tuple[int, ...] = ()
     logprobs: tuple[PositionLogprobs, ...] = ()
+    offset: int = 0  # output tokens up to here, for `Client.resume`
 
 
 @dataclass(frozen=True, slots=True)

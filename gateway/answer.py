@@ -31,6 +31,7 @@ class TextDelta:
     text: str
     token_ids: tuple[int, ...]
     logprobs: tuple[PositionLogprobs, ...]
+    offset: int  # output tokens up to here
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,28 +51,38 @@ Event = Accepted | TextDelta | Finished
 class Answer:
     """Turns what the worker delivers into text. The same for a streamed and a whole answer."""
 
-    def __init__(self, live: LiveRequest) -> None:
+    def __init__(self, live: LiveRequest, *, offset: int = 0) -> None:
+        """`offset`: output tokens that the client has got already."""
         request = live.request
+        self._offset = offset
         self._live = live
         self._text = TextStream(request.model.text, request.stop, request.sampling.stop_token_ids)
         self.num_completion_tokens = 0
 
+    @property
+    def _num_to_skip(self) -> int:
+        return max(self._offset - self.num_completion_tokens, 0)
+
     def take(self, delivery: Delivery) -> tuple[list[TextDelta], Outcome | None]:
         """What is to be sent now, and the outcome if this was the end."""
+        num_known = self._num_to_skip
+        if num_known:
+            self._push(delivery.token_ids[:num_known], [])
         deltas = [
             self._push(delivery.token_ids[start : start + _MAX_DELTA_TOKENS], delivery.logprobs[start:])
-            for start in range(0, len(delivery.token_ids), _MAX_DELTA_TOKENS)
+            for start in range(num_known, len(delivery.token_ids), _MAX_DELTA_TOKENS)
         ]
         outcome: Outcome | None = None
         if self._text.is_stopped:
             outcome = finished(FinishReason.STOP)
         elif delivery.finish_reason is not None:
-            deltas.append(TextDelta(self._text.flush(), (), ()))
+            deltas.append(self._flush())
             outcome = finished(FinishReason.STOP if self._text.is_stopped else delivery.finish_reason)
         elif delivery.end is not None:
             if delivery.end.finish_reason is not None:
-                deltas.append(TextDelta(self._text.flush(), (), ()))
+                deltas.append(self._flush())
             outcome = delivery.end
+        self._live.num_delivered_tokens = self.num_completion_tokens
         return [delta for delta in deltas if delta.text or delta.token_ids or delta.logprobs], outcome
 
     def _push(self, token_ids: list[int], logprobs: list[PositionLogprobs]) -> TextDelta:
@@ -82,7 +93,11 @@ class Answer:
             text=pushed.text,
             token_ids=tuple(token_ids[: pushed.num_tokens]) if are_ids_wanted else (),
             logprobs=tuple(logprobs[: pushed.num_tokens]),
+            offset=self.num_completion_tokens,
         )
+
+    def _flush(self) -> TextDelta:
+        return TextDelta(self._text.flush(), (), (), self.num_completion_tokens)
 
     def finish(self, outcome: Outcome, now: float) -> Finished:
         """The last event of a normal end."""

@@ -26,11 +26,13 @@ from gateway.handler import Handler, HandlerSettings
 from gateway.housekeeper import Housekeeper, HousekeeperSettings
 from gateway.placement.fleet import Fleet
 from gateway.prompts import PromptReader
+from gateway.resumption import Resumption
 from gateway.rpc import admin_service, fleet_service, inference_service
 from gateway.rpc.admin_service import AdminService, AdminSettings
 from gateway.rpc.dialer import WorkerDialer
 from gateway.rpc.endings import Endings
 from gateway.rpc.worker_session import SessionSettings
+from gateway.store.redis_journal import RedisJournal
 from gateway.store.redis_ledger import RedisLedger
 from gateway.store.redis_limiter import LimiterSettings, RedisLimiter
 from gateway.store.redis_queue import QueueSettings, RedisQueue
@@ -111,6 +113,12 @@ class GatewayApp:
             period_s=settings.heartbeat_s,
             choose_id=lambda: random.randbytes(12).hex(),
         )
+        self._resumption = Resumption(
+            RedisJournal(redis_url, pool=settings.pool, ttl_s=settings.journal_ttl_s),
+            self.dispatcher,
+            self.fleet,
+            self._store,
+        )
         self._prompts = PromptReader(settings.tokenizer_threads)
         self._handler = Handler(
             self.queue,
@@ -124,7 +132,13 @@ class GatewayApp:
             clock,
             drain_rate,
             self._books,
-            HandlerSettings(self.gateway_id, settings.max_queue_length, settings.credit_output_tokens),
+            self._resumption,
+            HandlerSettings(
+                self.gateway_id,
+                settings.max_queue_length,
+                settings.credit_output_tokens,
+                takeover_s=settings.heartbeat_ttl_s + 2 * settings.heartbeat_s,
+            ),
             choose_id=lambda: random.randbytes(12).hex(),
             choose_seed=lambda: random.getrandbits(64),
         )
@@ -195,6 +209,7 @@ class GatewayApp:
         self.dispatcher.start()
         self._housekeeper.start(self._background)
         self._books.start(self._background)
+        self._resumption.start(self._background)
         self._dialer.start()
         _log.info("gateway_started", gateway_id=self.gateway_id, port=self.port, metrics_port=self.metrics_port)
 
@@ -209,6 +224,7 @@ class GatewayApp:
         if self._metrics_server is not None:
             await asyncio.to_thread(self._metrics_server.close)
         await self._limiter.close()
+        await self._resumption.stop()
         await self._books.stop()
         try:
             await self.queue.close()

@@ -53,12 +53,12 @@ class Bookkeeper:
             self._store.failed(error)
             raise
 
-    async def close(self, live: LiveRequest, outcome: Outcome, num_delivered_tokens: int) -> None:
+    async def close(self, live: LiveRequest, outcome: Outcome) -> None:
         """Writes what it has used and how it ended, now or later. Nothing for one that was never opened."""
         if not live.record_id:
             return
         self._noted.pop(live.record_id, None)
-        record = self._record(live, outcome, num_delivered_tokens)
+        record = self._record(live, outcome)
         self._unwritten[record.record_id] = record
         await self._write(record)
 
@@ -82,7 +82,7 @@ class Bookkeeper:
         changed = []
         for live in self._dispatcher.live:
             noted = self._noted.get(live.record_id)
-            if noted is not None and noted.generated_tokens != len(live.output_token_ids):
+            if noted is not None and noted.generated_tokens != len(live.output_token_ids) - live.num_prior_tokens:
                 changed.append(self._record(live))
         try:
             if changed:
@@ -102,11 +102,9 @@ class Bookkeeper:
         except UnavailableError as error:  # others reap what is left open
             self._store.failed(error)
 
-    def _record(
-        self, live: LiveRequest, outcome: Outcome | None = None, num_delivered_tokens: int | None = None
-    ) -> UsageRecord:
+    def _record(self, live: LiveRequest, outcome: Outcome | None = None) -> UsageRecord:
         request, now = live.request, self._clock.monotonic()
-        num_generated = len(live.output_token_ids)
+        num_generated = len(live.output_token_ids) - live.num_prior_tokens
         reason = ""
         if outcome is not None and outcome.error is not None:
             reason = outcome.error.reason.name
@@ -118,12 +116,10 @@ class Bookkeeper:
             tenant=request.tenant.tenant_id,
             band=request.band.name.lower(),
             model=request.model.limits.model,
-            prompt_tokens=len(request.prompt_token_ids),
+            prompt_tokens=live.num_payable_prompt_tokens,
             cached_prompt_tokens=live.cached_prompt_tokens,
             generated_tokens=num_generated,
-            delivered_tokens=(
-                num_generated - live.mailbox.num_unread_tokens if num_delivered_tokens is None else num_delivered_tokens
-            ),
+            delivered_tokens=max(live.num_delivered_tokens - live.num_prior_tokens, 0),
             recomputed_tokens=live.num_recomputed_tokens,
             num_attempts=live.num_attempts,
             accepted_at=round(self._clock.time() - (now - live.accepted_at), 6),

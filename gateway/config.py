@@ -72,6 +72,9 @@ class GatewaySettings(Settings):
     credit_output_tokens: int = Field(
         64, ge=1, description="output tokens for which blocks are reserved at dispatch, besides the prompt's"
     )
+    journal_ttl_s: float = Field(
+        600.0, gt=0, description="seconds a resumable answer is kept in the store after its last change"
+    )
     ledger_max_records: int = Field(
         100_000, ge=1, description="ended requests whose usage is kept in the store; the oldest go first"
     )

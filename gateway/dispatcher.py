@@ -119,6 +119,7 @@ class Dispatcher:
         """Forgets a request that has ended and left the queue."""
         if self._live.get(live.fleet_id) is live:
             del self._live[live.fleet_id]
+            live.is_forgotten.set()
             self._metrics.live_streams.set(len(self._live))
             if not self._live:
                 self._idle.set()

@@ -3,29 +3,38 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from dataclasses import dataclass
 
 import structlog
 
 from common.clock import Clock
-from common.errors import DeadlineExceededError, LimitExceededError, TidegateError, UnavailableError
+from common.errors import (
+    DeadlineExceededError,
+    DuplicateRequestError,
+    LimitExceededError,
+    TidegateError,
+    UnavailableError,
+)
 from common.metrics import GatewayMetrics
-from common.types import Reason
+from common.types import FinishReason, Reason
 from gateway.admission.drain_rate import DrainRate
 from gateway.admission.limiter import Cost, Limiter
-from gateway.answer import Accepted, Answer, Event
+from gateway.answer import Accepted, Answer, Event, TextDelta
 from gateway.background import Background
 from gateway.bookkeeper import Bookkeeper
 from gateway.dispatcher import Dispatcher
-from gateway.lifecycle import Outcome, RequestState, failed, gone
+from gateway.ended import show_ended
+from gateway.journal import Pen
+from gateway.lifecycle import Outcome, RequestState, failed, finished, gone
 from gateway.live import LiveRequest, ReadyRequest
 from gateway.mailbox import Delivery
 from gateway.placement.fleet import Fleet
 from gateway.prompts import PromptReader
-from gateway.queueing.queue import Queue
+from gateway.queueing.queue import Queue, QueueEntry
 from gateway.requests import (
     GenerateCall,
+    check_idempotency_key,
     check_prompt,
     check_prompt_length,
     check_request_id,
@@ -34,12 +43,15 @@ from gateway.requests import (
     effective_band,
     resolve_sampling,
 )
+from gateway.resumption import Resumed, Resumption, key_request_id
 from gateway.store_health import StoreHealth
 from gateway.tenants import Tenant
 
-_log = structlog.get_logger(__name__)
+_Received = tuple[LiveRequest, Answer, list[TextDelta], Outcome | None]
+"""A request, what its client gets of what it has produced already, and the outcome if that was all."""
 
 _CLOSE_WAIT_S = 1.0  # how long the last event of a stream waits for the store to forget the request
+_TAKEOVER_RETRY_S = 0.1
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +61,7 @@ class HandlerSettings:
     gateway_id: str
     max_queue_length: int
     credit_output_tokens: int
+    takeover_s: float
 
 
 class Handler:
@@ -67,6 +80,7 @@ class Handler:
         clock: Clock,
         drain_rate: DrainRate,
         books: Bookkeeper,
+        resumption: Resumption,
         settings: HandlerSettings,
         *,
         choose_id: Callable[[], str],
@@ -83,6 +97,7 @@ class Handler:
         self._clock = clock
         self._drain_rate = drain_rate
         self._books = books
+        self._resumption = resumption
         self._settings = settings
         self._choose_id = choose_id
         self._choose_seed = choose_seed
@@ -114,20 +129,36 @@ class Handler:
             raise self._refusal()
         self._store.check()
 
-    async def generate(self, tenant: Tenant, call: GenerateCall, deadline: float | None) -> AsyncGenerator[Event, None]:
+    def generate(self, tenant: Tenant, call: GenerateCall, deadline: float | None) -> AsyncGenerator[Event, None]:
         """The events of one answer. `deadline`: monotonic seconds at which the client gives up.
 
         To be closed by its caller in the task that iterates it; an error thrown into it becomes the request's end.
         Raises TidegateError for every end that is not normal.
         """
-        live, answer = await self._receive(tenant, call)
+        return self._serve(lambda: self._receive(tenant, call), deadline)
+
+    def resume(
+        self, tenant: Tenant, request_id: str, offset: int, deadline: float | None
+    ) -> AsyncGenerator[Event, None]:
+        """The events of a resumable answer behind its first `offset` tokens; otherwise as `generate`."""
+        return self._serve(lambda: self._receive_again(tenant, request_id, offset), deadline)
+
+    async def _serve(
+        self, receive: Callable[[], Awaitable[_Received]], deadline: float | None
+    ) -> AsyncGenerator[Event, None]:
+        live, answer, deltas, outcome = await self._counting_refusals(receive)
         try:
-            yield await self._admit(live)
-            outcome: Outcome | None = None
+            if outcome is None:
+                yield await self._admit(live)
+            else:  # all of it was written down by a former run
+                self._end(live, outcome)
+                yield Accepted(live.request, live.remaining)
+            for delta in deltas:
+                yield delta
             while outcome is None:
                 deltas, outcome = answer.take(await self._next(live, deadline))
                 if outcome is not None:
-                    self._end(live, outcome, answer)  # decided before it is told: a client may leave right after it
+                    self._end(live, outcome)  # decided before it is told: a client may leave right after it
                 for delta in deltas:
                     yield delta
             if outcome.error is not None:
@@ -135,32 +166,67 @@ class Handler:
             await self._closed(live)
             yield answer.finish(outcome, self._clock.monotonic())
         except TidegateError as error:
-            self._end(live, failed(error), answer)
+            self._end(live, failed(error))
             raise
         finally:
             # Nothing here may wait: the call may be cancelled again at any time.
-            self._end(live, self._departure(deadline), answer)
+            self._end(live, self._departure(deadline))
 
-    async def _receive(self, tenant: Tenant, call: GenerateCall) -> tuple[LiveRequest, Answer]:
-        """Checks and registers a request, which from then on has to be ended."""
-        arrived = self._clock.monotonic()
+    async def _counting_refusals(self, receive: Callable[[], Awaitable[_Received]]) -> _Received:
         try:
             self._check_open()
-            live = LiveRequest(await self._prepare(tenant, call), arrived)
-            answer = Answer(live)
-            structlog.contextvars.bind_contextvars(request_id=live.fleet_id, tenant=tenant.tenant_id)
-            former = self._dispatcher.find(live.fleet_id)
-            if former is not None and former.lifecycle.is_ended:
-                await self._closed(former)
-            self._check_open()
-            self._dispatcher.register(live)
+            return await receive()
         except TidegateError as error:
             self._metrics.rejected.labels(error.reason.name).inc()
             raise
-        return live, answer
+
+    async def _receive(self, tenant: Tenant, call: GenerateCall) -> _Received:
+        """Checks and registers a request, which from then on has to be ended."""
+        live = LiveRequest(await self._prepare(tenant, call), self._clock.monotonic())
+        structlog.contextvars.bind_contextvars(request_id=live.fleet_id, tenant=tenant.tenant_id)
+        if call.is_resumable or call.idempotency_key:
+            resumed = await self._resumption.begin(live, call)
+            if resumed is not None:
+                return await self._go_on(resumed, 0)
+        former = self._dispatcher.find(live.fleet_id)
+        if former is not None and former.lifecycle.is_ended:
+            await self._closed(former)
+        self._check_open()
+        self._dispatcher.register(live)
+        return live, Answer(live), [], None
+
+    async def _receive_again(self, tenant: Tenant, request_id: str, offset: int) -> _Received:
+        check_request_id(request_id)
+        structlog.contextvars.bind_contextvars(request_id=request_id, tenant=tenant.tenant_id)
+        return await self._go_on(await self._resumption.adopt(tenant, request_id), offset)
+
+    async def _go_on(self, resumed: Resumed, offset: int) -> _Received:
+        """Takes up a request where its journal ends. Its former run, which cannot write any more, is ended."""
+        live, written = LiveRequest(resumed.request, self._clock.monotonic()), resumed.answer
+        answer = Answer(live, offset=offset)
+        deltas, outcome = answer.take(Delivery(written.token_ids, written.logprobs, written.finish_reason))
+        live.go_on_after(written.token_ids, Pen(resumed.writer))
+        former = self._dispatcher.find(live.fleet_id)
+        if outcome is None and former is not None:
+            if former.pen is not None and former.pen.writer > resumed.writer:  # it was asked for after this one
+                outcome = finished(FinishReason.CANCELLED)
+            else:
+                await self._end_former_run(former)
+        if outcome is None:
+            self._check_open()
+            self._dispatcher.register(live)
+        return live, answer, deltas, outcome
+
+    async def _end_former_run(self, former: LiveRequest) -> None:
+        outcome = finished(FinishReason.CANCELLED)
+        self._end(former, outcome)
+        former.end(outcome)
+        async with asyncio.timeout(_CLOSE_WAIT_S):
+            await former.is_forgotten.wait()
 
     async def _prepare(self, tenant: Tenant, call: GenerateCall) -> ReadyRequest:
         check_request_id(call.request_id)
+        check_idempotency_key(call)
         model = self._fleet.find_model(call.model)
         check_sampling(call.sampling, model.limits)
         prompt = check_prompt(call.prompt, model.limits)
@@ -169,7 +235,7 @@ class Handler:
         check_tenant_context(len(token_ids), tenant.limits)
         self._fleet.check_fits(model, len(token_ids))
         return ReadyRequest(
-            request_id=call.request_id or self._choose_id(),
+            request_id=_request_id(call) or self._choose_id(),
             tenant=tenant,
             band=effective_band(tenant.band, call.band),
             model=model,
@@ -205,9 +271,9 @@ class Handler:
             max_pool_tokens=self._fleet.max_pool_tokens(request.model.limits.model),
         )
         try:
-            await self._queue.enqueue(
-                entry, max_length=settings.max_queue_length, max_of_tenant=tenant.limits.max_queue_length
-            )
+            if not await self._enqueue(live, entry):
+                live.end(finished(FinishReason.CANCELLED))
+                return
         except UnavailableError as error:
             self._store.failed(error)
             raise
@@ -220,6 +286,22 @@ class Handler:
         self._dispatcher.kick()
         await self._books.open(live)
 
+    async def _enqueue(self, live: LiveRequest, entry: QueueEntry) -> bool:
+        """Enters the queue. A former run at another gateway leaves it first: it notices that it may not write any more,
+        or it is reaped. False if in turn a later run has taken over."""
+        most, most_of_tenant = self._settings.max_queue_length, live.request.tenant.limits.max_queue_length
+        give_up_at = self._clock.monotonic() + self._settings.takeover_s
+        while True:
+            try:
+                await self._queue.enqueue(entry, max_length=most, max_of_tenant=most_of_tenant)
+                return True
+            except DuplicateRequestError:
+                if not live.is_resumed or self._clock.monotonic() >= give_up_at:
+                    raise
+            if live.lifecycle.is_ended or not await self._resumption.is_mine(live):
+                return False
+            await asyncio.sleep(_TAKEOVER_RETRY_S)
+
     async def _next(self, live: LiveRequest, deadline: float | None) -> Delivery:
         try:
             return await live.mailbox.take(None if deadline is None else deadline - self._clock.monotonic())
@@ -231,17 +313,20 @@ class Handler:
         is_late = deadline is not None and self._clock.monotonic() >= deadline
         return failed(_deadline_exceeded()) if is_late else gone()
 
-    def _end(self, live: LiveRequest, outcome: Outcome, answer: Answer) -> None:
+    def _end(self, live: LiveRequest, outcome: Outcome) -> None:
         """Decides the outcome, once: the worker stops, queue and limits are told, the metrics count it."""
         if not live.lifecycle.finish(outcome):
             return
         self._dispatcher.stop_work(live)
+        if self._dispatcher.find(live.fleet_id) is not live:  # only replayed: nothing ran
+            return
         is_complete = outcome.finish_reason is not None
-        num_output_tokens = answer.num_completion_tokens if is_complete else len(live.output_token_ids)
-        live.closing = self._background.spawn(self._close(live, outcome, num_output_tokens, answer), "close")
-        self._record(live, outcome, num_output_tokens)
+        num_output_tokens = live.num_delivered_tokens if is_complete else len(live.output_token_ids)
+        num_output_tokens = max(num_output_tokens - live.num_prior_tokens, 0)
+        live.closing = self._background.spawn(self._close(live, outcome, num_output_tokens), "close")
+        show_ended(self._metrics, live, outcome, num_output_tokens, now=self._clock.monotonic())
 
-    async def _close(self, live: LiveRequest, outcome: Outcome, num_output_tokens: int, answer: Answer) -> None:
+    async def _close(self, live: LiveRequest, outcome: Outcome, num_output_tokens: int) -> None:
         if live.admission is not None:
             await asyncio.wait([live.admission])
         try:
@@ -252,7 +337,8 @@ class Handler:
             with self._store.watched():
                 if live.is_reserved:
                     await self._settle(live, num_output_tokens)
-            await self._books.close(live, outcome, answer.num_completion_tokens)
+            await self._resumption.end(live)
+            await self._books.close(live, outcome)
         finally:
             self._dispatcher.unregister(live)
 
@@ -262,7 +348,7 @@ class Handler:
         await self._limiter.settle(
             live.request.tenant.tenant_id,
             live.fleet_id,
-            num_prompt_tokens=len(live.request.prompt_token_ids) if was_taken else 0,
+            num_prompt_tokens=live.num_payable_prompt_tokens if was_taken else 0,
             num_output_tokens=num_output_tokens,
         )
 
@@ -271,27 +357,9 @@ class Handler:
         if live.closing is not None:
             await asyncio.wait([live.closing], timeout=_CLOSE_WAIT_S)
 
-    def _record(self, live: LiveRequest, outcome: Outcome, num_output_tokens: int) -> None:
-        metrics, band = self._metrics, live.request.band.name.lower()
-        metrics.requests.labels(band, live.lifecycle.state.value).inc()
-        if outcome.error is not None:
-            metrics.rejected.labels(outcome.error.reason.name).inc()
-        metrics.prompt_tokens.labels(band).inc(len(live.request.prompt_token_ids))
-        metrics.cached_prompt_tokens.labels(band).inc(live.cached_prompt_tokens)
-        metrics.completion_tokens.labels(band).inc(num_output_tokens)
-        if live.first_token_at is not None and live.last_token_at is not None:
-            metrics.ttft.labels(band).observe(live.first_token_at - live.arrived)
-            if num_output_tokens > 1:
-                gap = (live.last_token_at - live.first_token_at) / (num_output_tokens - 1)
-                metrics.tpot.labels(band).observe(gap)
-        _log.info(
-            "request_ended",
-            state=live.lifecycle.state.value,
-            reason=outcome.error.reason.name if outcome.error is not None else None,
-            prompt_tokens=len(live.request.prompt_token_ids),
-            output_tokens=num_output_tokens,
-            total_s=round(self._clock.monotonic() - live.arrived, 4),
-        )
+
+def _request_id(call: GenerateCall) -> str:
+    return key_request_id(call.idempotency_key) if call.idempotency_key else call.request_id
 
 
 def _draining() -> UnavailableError:

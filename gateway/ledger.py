@@ -9,14 +9,17 @@ from typing import Protocol
 
 @dataclass(frozen=True, slots=True)
 class UsageRecord:
-    """What one request has used so far, and how it ended if it has. Times in seconds, `*_at` since 1970 UTC."""
+    """What one request has used so far, and how it ended if it has. Times in seconds, `*_at` since 1970 UTC.
+
+    A resumable request that is gone on with after its end has a record for each run, which counts what that run did.
+    """
 
     record_id: str  # unique; a request id may be used again
     request_id: str  # in the fleet: contains the tenant
     tenant: str
     band: str
     model: str
-    prompt_tokens: int  # of the prompt, once, however often it was computed
+    prompt_tokens: int  # of the prompt, once, however often it was computed; 0 if a former run counts it
     cached_prompt_tokens: int  # of these, found in a prefix cache by the first attempt
     generated_tokens: int  # received from workers
     delivered_tokens: int  # handed to the client

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from common.types import Band, FinishReason, PositionLogprobs, SamplingParams, Usage
 from gateway.admission.limits import Remaining
+from gateway.journal import Pen
 from gateway.lifecycle import Lifecycle, Outcome, RequestState
 from gateway.mailbox import Mailbox
 from gateway.placement.model import ServedModel
@@ -58,6 +60,11 @@ class LiveRequest:
         self.cached_prompt_tokens = 0
         self.num_attempts = 0
         self.num_recomputed_tokens = 0
+        self.is_resumed = False  # a former run of it has ended, or must
+        self.num_prior_tokens = 0  # of the output, by former runs of a resumable request
+        self.num_delivered_tokens = 0  # of the output, handed to the client's stream
+        self.pen: Pen | None = None  # of the journal, if it is resumable
+        self.is_forgotten = asyncio.Event()  # ended, and its id is free here
         self.num_losses = 0
         self.record_id = ""  # in the ledger, once it is accepted
         self._heard_attempt = 0  # the latest that has made a token
@@ -84,6 +91,11 @@ class LiveRequest:
     def num_input_tokens(self) -> int:
         """Tokens that a worker has to compute before the next new one."""
         return len(self.request.prompt_token_ids) + len(self.output_token_ids)
+
+    @property
+    def num_payable_prompt_tokens(self) -> int:
+        """Prompt tokens that this run pays for: none, if a former run has."""
+        return 0 if self.num_prior_tokens else len(self.request.prompt_token_ids)
 
     def queue_entry(self, owner: str, *, credit_output_tokens: int, max_pool_tokens: int | None) -> QueueEntry:
         """The request as the queue knows it. The credit is cut to the largest pool, so that it can be had at all."""
@@ -117,6 +129,13 @@ class LiveRequest:
             band=self.request.band,
             cache_salt=self.request.tenant.cache_salt,
         )
+
+    def go_on_after(self, token_ids: Sequence[int], pen: Pen) -> None:
+        """A former run has made these tokens."""
+        self.is_resumed = True
+        self.output_token_ids.extend(token_ids)
+        self.num_prior_tokens = len(token_ids)
+        self.pen = pen
 
     def enter_queue(self, now: float) -> None:
         """It waits for the first time. Before the store knows: a claim may come before the store's answer does."""
@@ -163,6 +182,8 @@ class LiveRequest:
             # A later attempt finds tokens that this request itself has left: that is no saving to tell of.
             self.cached_prompt_tokens = min(event.cached_prompt_tokens, len(self.request.prompt_token_ids))
         self.output_token_ids.extend(event.token_ids)
+        if self.pen is not None:
+            self.pen.unwritten.add(event.token_ids, event.logprobs, event.finish_reason)
         self.put_tokens(event.token_ids, event.logprobs, event.finish_reason)
 
     def put_tokens(

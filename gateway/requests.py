@@ -21,6 +21,7 @@ _MAX_STOP_CHARACTERS = 256
 _MAX_LOGIT_BIAS = 1024
 _MAX_LOGPROBS = 20
 _MAX_ROLE_CHARACTERS = 64
+_MAX_KEY_CHARACTERS = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,12 +79,22 @@ class GenerateCall:
     sampling: SamplingWish
     band: Band | None  # None: the tenant's
     return_token_ids: bool
+    is_resumable: bool = False
+    idempotency_key: str = ""  # empty: none
 
 
 def check_request_id(request_id: str) -> None:
     """Raises InvalidRequestError unless it is empty or well formed."""
     if request_id and not _REQUEST_ID.fullmatch(request_id):
         raise InvalidRequestError.of_field("request_id", "must be 1 to 128 of [A-Za-z0-9._:-], or empty")
+
+
+def check_idempotency_key(call: GenerateCall) -> None:
+    """Raises InvalidRequestError unless the call has no key, or a good one and no id of its own."""
+    if len(call.idempotency_key) > _MAX_KEY_CHARACTERS:
+        raise InvalidRequestError.of_field("idempotency_key", f"must have at most {_MAX_KEY_CHARACTERS} characters")
+    if call.idempotency_key and call.request_id:
+        raise InvalidRequestError.of_field("request_id", "must be empty with an idempotency_key, which decides it")
 
 
 def check_prompt(prompt: Prompt | None, limits: ModelLimits) -> Prompt:

@@ -24,6 +24,8 @@ def decode_generate(message: inference_pb2.GenerateRequest) -> GenerateCall:
         sampling=_decode_sampling(message.sampling),
         band=_decode_band(message.band),
         return_token_ids=message.return_token_ids,
+        is_resumable=message.resumable,
+        idempotency_key=message.idempotency_key,
     )
 
 
@@ -75,7 +77,7 @@ def encode_event(event: Event, token_bytes: TokenBytes) -> inference_pb2.Generat
     response = inference_pb2.GenerateResponse
     match event:
         case TextDelta():
-            delta = inference_pb2.Delta(text=event.text, token_ids=event.token_ids)
+            delta = inference_pb2.Delta(text=event.text, token_ids=event.token_ids, offset=event.offset)
             if event.logprobs:
                 delta.logprobs.extend(encode_logprobs(event.logprobs, token_bytes))
             return response(delta=delta)

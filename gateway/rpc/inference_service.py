@@ -58,6 +58,19 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
             async with aclosing(self._events(request, context)) as events:
                 await self._write(events, watched, context)
 
+    async def Resume(  # type: ignore[override]  # as Generate
+        self, request: inference_pb2.ResumeRequest, context: Any
+    ) -> None:
+        """Streams the rest of a resumable answer."""
+        tenant = _tenant()
+        if not request.request_id:
+            raise InvalidRequestError.of_field("request_id", "is empty; it is the one in Accepted")
+        watched = WatchedCall(fleet_request_id(tenant.tenant_id, request.request_id))
+        with self._endings.noted(watched):
+            events = self._handler.resume(tenant, request.request_id, request.offset, self._deadline(context))
+            async with aclosing(events):
+                await self._write(events, watched, context)
+
     async def _write(self, events: AsyncGenerator[Event, None], watched: WatchedCall, context: Any) -> None:
         with WriteBound(self._slow_consumer_s) as bound:
             async for event in events:
@@ -93,9 +106,11 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         return encode_complete(accepted, deltas, finished)
 
     def _events(self, request: inference_pb2.GenerateRequest, context: Any) -> AsyncGenerator[Event, None]:
+        return self._handler.generate(_tenant(), decode_generate(request), self._deadline(context))
+
+    def _deadline(self, context: Any) -> float | None:
         left_s = context.time_remaining()
-        deadline = None if left_s is None else self._clock.monotonic() + left_s
-        return self._handler.generate(_tenant(), decode_generate(request), deadline)
+        return None if left_s is None else self._clock.monotonic() + float(left_s)
 
     async def Cancel(self, request: inference_pb2.CancelRequest, context: Any) -> inference_pb2.CancelResponse:
         """Ends a live request of the caller's tenant, wherever it runs."""

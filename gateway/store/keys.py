@@ -176,3 +176,17 @@ class PoolKeys:
         Written by ledger_open and ledger_note, removed field by field by ledger_close or, once it is dead, ledger_reap.
         """
         return f"{self.prefix}ledger_open:{gateway_id}"
+
+    # The journal of resumable streams
+
+    def journal(self, request_id: str) -> str:
+        """HASH, request: JSON of what was asked, prompt included; digest: of the call; writer: number of the run that
+        may append; written: passages that it has appended. Written by journal_create, journal_adopt and journal_append,
+        removed by journal_forget, expires some minutes after its last change.
+        """
+        return f"{self.prefix}journal:{request_id}"
+
+    def passages(self, request_id: str) -> str:
+        """STREAM of passages: JSON {t: token ids, l: log probabilities, f: finish reason}. Added to by journal_append,
+        expires with the journal."""
+        return f"{self.prefix}passages:{request_id}"

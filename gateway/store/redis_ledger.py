@@ -4,17 +4,55 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import fields
 from typing import Any
 
+from common.errors import UnavailableError
 from gateway.ledger import UsageRecord
 from gateway.store.connection import Argument, Calls, Script, connect
 from gateway.store.keys import PoolKeys
 
 _MAX_CONNECTIONS = 4
 _TIMEOUT_S = 5.0
+_MAX_TOGETHER = 100
 _SCRIPTS = ("ledger_open", "ledger_note", "ledger_close", "ledger_reap", "ledger_leave")
+
+
+class _Together:
+    """Writes records that come while a write is under way together in the next one."""
+
+    def __init__(self, write: Callable[[Sequence[UsageRecord]], Awaitable[Sequence[object]]]) -> None:
+        """`write` gives one result for each record."""
+        self._write = write
+        self._waiting: list[tuple[UsageRecord, asyncio.Future[object]]] = []
+        self._writing: asyncio.Task[None] | None = None
+
+    async def add(self, record: UsageRecord) -> object:
+        """The record's result. Raises UnavailableError."""
+        future = asyncio.get_running_loop().create_future()
+        self._waiting.append((record, future))
+        if self._writing is None:
+            self._writing = asyncio.create_task(self._write_all())
+        return await future
+
+    async def _write_all(self) -> None:
+        while self._waiting:
+            batch, self._waiting = self._waiting[:_MAX_TOGETHER], self._waiting[_MAX_TOGETHER:]
+            results: Sequence[object] = ()
+            failure: UnavailableError | None = None
+            try:
+                results = await self._write([record for record, _ in batch])
+            except UnavailableError as error:
+                failure = error
+            for index, (_, future) in enumerate(batch):
+                if future.done():  # its caller has been cancelled
+                    continue
+                if failure is not None:
+                    future.set_exception(failure)
+                else:
+                    future.set_result(results[index])
+        self._writing = None
 
 
 class RedisLedger:
@@ -30,10 +68,17 @@ class RedisLedger:
         self._client = connect(url, max_connections=_MAX_CONNECTIONS, timeout_s=_TIMEOUT_S)
         self._calls = Calls(max_running=_MAX_CONNECTIONS, timeout_s=_TIMEOUT_S)
         self._scripts = {name: Script(name, ()) for name in _SCRIPTS}
+        self._opens = _Together(self._open)
+        self._closes = _Together(self._close)
 
     async def open(self, record: UsageRecord) -> None:
         """Says that a request is accepted. See `Ledger.open`."""
-        await self._run("ledger_open", self._gateway_id, record.record_id, _packed(record))
+        await self._opens.add(record)
+
+    async def _open(self, records: Sequence[UsageRecord]) -> Sequence[object]:
+        pairs = [part for record in records for part in (record.record_id, _packed(record))]
+        await self._run("ledger_open", self._gateway_id, *pairs)
+        return records
 
     async def note(self, records: Sequence[UsageRecord]) -> None:
         """Renews open records. See `Ledger.note`."""
@@ -41,7 +86,12 @@ class RedisLedger:
 
     async def close(self, record: UsageRecord) -> bool:
         """Writes a record for good. See `Ledger.close`."""
-        return bool(await self._run("ledger_close", self._max_records, record.record_id, *_flat(record)))
+        return bool(await self._closes.add(record))
+
+    async def _close(self, records: Sequence[UsageRecord]) -> Sequence[object]:
+        parts = [part for record in records for part in _flat(record)]
+        closed: list[int] = await self._run("ledger_close", self._max_records, len(parts) // len(records), *parts)
+        return closed
 
     async def reap(self) -> int:
         """Closes what dead gateways left open. See `Ledger.reap`."""

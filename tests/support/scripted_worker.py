@@ -113,6 +113,7 @@ class ScriptedWorker:
         self.drains: list[worker_pb2.Drain] = []
         self.sessions: list[Session] = []
         self.num_generated = 0  # tokens, of all sessions
+        self.most_running = 0  # at once
         self.is_silent = False
         self.loop_age_s = 0.0
         self.is_draining = False
@@ -246,6 +247,7 @@ class ScriptedWorker:
         else:
             num_tokens = len(submit.prompt_token_ids) + submit.sampling.max_tokens
             session.running[submit.request_id] = Running(submit, min(-(-num_tokens // self.block_size), 8))
+            self.most_running = max(self.most_running, len(self.running))
         self.send(session)
         await self.notify()
 

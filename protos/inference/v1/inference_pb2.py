@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from protos.inference.v1 import types_pb2 as protos_dot_inference_dot_v1_dot_types__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n#protos/inference/v1/inference.proto\x12\x0cinference.v1\x1a\x1fprotos/inference/v1/types.proto\",\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\"9\n\nChatPrompt\x12+\n\x08messages\x18\x01 \x03(\x0b\x32\x19.inference.v1.ChatMessage\" \n\x0bTokenPrompt\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\"\x91\x02\n\x0fGenerateRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12(\n\x04\x63hat\x18\x03 \x01(\x0b\x32\x18.inference.v1.ChatPromptH\x00\x12\x0e\n\x04text\x18\x04 \x01(\tH\x00\x12+\n\x06tokens\x18\x05 \x01(\x0b\x32\x19.inference.v1.TokenPromptH\x00\x12.\n\x08sampling\x18\x06 \x01(\x0b\x32\x1c.inference.v1.SamplingParams\x12 \n\x04\x62\x61nd\x18\x07 \x01(\x0e\x32\x12.inference.v1.Band\x12\x18\n\x10return_token_ids\x18\x08 \x01(\x08\x42\x08\n\x06prompt\"\x99\x01\n\x10GenerateResponse\x12*\n\x08\x61\x63\x63\x65pted\x18\x01 \x01(\x0b\x32\x16.inference.v1.AcceptedH\x00\x12$\n\x05\x64\x65lta\x18\x02 \x01(\x0b\x32\x13.inference.v1.DeltaH\x00\x12*\n\x08\x66inished\x18\x03 \x01(\x0b\x32\x16.inference.v1.FinishedH\x00\x42\x07\n\x05\x65vent\"R\n\x08\x41\x63\x63\x65pted\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x15\n\rprompt_tokens\x18\x03 \x01(\r\x12\x0c\n\x04seed\x18\x04 \x01(\x04\"Z\n\x05\x44\x65lta\x12\x0c\n\x04text\x18\x01 \x01(\t\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12\x30\n\x08logprobs\x18\x03 \x03(\x0b\x32\x1e.inference.v1.PositionLogprobs\"\x80\x01\n\x08\x46inished\x12*\n\x06reason\x18\x01 \x01(\x0e\x32\x1a.inference.v1.FinishReason\x12\"\n\x05usage\x18\x02 \x01(\x0b\x32\x13.inference.v1.Usage\x12$\n\x06timing\x18\x03 \x01(\x0b\x32\x14.inference.v1.Timing\":\n\x06Timing\x12\x0f\n\x07queue_s\x18\x01 \x01(\x02\x12\x0e\n\x06ttft_s\x18\x02 \x01(\x02\x12\x0f\n\x07total_s\x18\x03 \x01(\x02\"\x8c\x02\n\x10\x43ompleteResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x0c\n\x04text\x18\x03 \x01(\t\x12\x11\n\ttoken_ids\x18\x04 \x03(\r\x12\x30\n\x08logprobs\x18\x05 \x03(\x0b\x32\x1e.inference.v1.PositionLogprobs\x12*\n\x06reason\x18\x06 \x01(\x0e\x32\x1a.inference.v1.FinishReason\x12\"\n\x05usage\x18\x07 \x01(\x0b\x32\x13.inference.v1.Usage\x12$\n\x06timing\x18\x08 \x01(\x0b\x32\x14.inference.v1.Timing\x12\x0c\n\x04seed\x18\t \x01(\x04\"#\n\rCancelRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\"\x10\n\x0e\x43\x61ncelResponse\"g\n\x12\x43ountTokensRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12(\n\x04\x63hat\x18\x02 \x01(\x0b\x32\x18.inference.v1.ChatPromptH\x00\x12\x0e\n\x04text\x18\x03 \x01(\tH\x00\x42\x08\n\x06prompt\"A\n\x13\x43ountTokensResponse\x12\x12\n\nnum_tokens\x18\x01 \x01(\r\x12\x16\n\x0e\x63ontext_length\x18\x02 \x01(\r\"\x13\n\x11ListModelsRequest\"9\n\x12ListModelsResponse\x12#\n\x06models\x18\x01 \x03(\x0b\x32\x13.inference.v1.Model\"V\n\x05Model\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x16\n\x0e\x63ontext_length\x18\x02 \x01(\r\x12\x12\n\nvocab_size\x18\x03 \x01(\r\x12\x13\n\x0bnum_workers\x18\x04 \x01(\r2\x8d\x03\n\tInference\x12K\n\x08Generate\x12\x1d.inference.v1.GenerateRequest\x1a\x1e.inference.v1.GenerateResponse0\x01\x12I\n\x08\x43omplete\x12\x1d.inference.v1.GenerateRequest\x1a\x1e.inference.v1.CompleteResponse\x12\x43\n\x06\x43\x61ncel\x12\x1b.inference.v1.CancelRequest\x1a\x1c.inference.v1.CancelResponse\x12R\n\x0b\x43ountTokens\x12 .inference.v1.CountTokensRequest\x1a!.inference.v1.CountTokensResponse\x12O\n\nListModels\x12\x1f.inference.v1.ListModelsRequest\x1a .inference.v1.ListModelsResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n#protos/inference/v1/inference.proto\x12\x0cinference.v1\x1a\x1fprotos/inference/v1/types.proto\",\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\"9\n\nChatPrompt\x12+\n\x08messages\x18\x01 \x03(\x0b\x32\x19.inference.v1.ChatMessage\" \n\x0bTokenPrompt\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\"\xbd\x02\n\x0fGenerateRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12(\n\x04\x63hat\x18\x03 \x01(\x0b\x32\x18.inference.v1.ChatPromptH\x00\x12\x0e\n\x04text\x18\x04 \x01(\tH\x00\x12+\n\x06tokens\x18\x05 \x01(\x0b\x32\x19.inference.v1.TokenPromptH\x00\x12.\n\x08sampling\x18\x06 \x01(\x0b\x32\x1c.inference.v1.SamplingParams\x12 \n\x04\x62\x61nd\x18\x07 \x01(\x0e\x32\x12.inference.v1.Band\x12\x18\n\x10return_token_ids\x18\x08 \x01(\x08\x12\x11\n\tresumable\x18\t \x01(\x08\x12\x17\n\x0fidempotency_key\x18\n \x01(\tB\x08\n\x06prompt\"3\n\rResumeRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0e\n\x06offset\x18\x02 \x01(\r\"\x99\x01\n\x10GenerateResponse\x12*\n\x08\x61\x63\x63\x65pted\x18\x01 \x01(\x0b\x32\x16.inference.v1.AcceptedH\x00\x12$\n\x05\x64\x65lta\x18\x02 \x01(\x0b\x32\x13.inference.v1.DeltaH\x00\x12*\n\x08\x66inished\x18\x03 \x01(\x0b\x32\x16.inference.v1.FinishedH\x00\x42\x07\n\x05\x65vent\"R\n\x08\x41\x63\x63\x65pted\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x15\n\rprompt_tokens\x18\x03 \x01(\r\x12\x0c\n\x04seed\x18\x04 \x01(\x04\"j\n\x05\x44\x65lta\x12\x0c\n\x04text\x18\x01 \x01(\t\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12\x30\n\x08logprobs\x18\x03 \x03(\x0b\x32\x1e.inference.v1.PositionLogprobs\x12\x0e\n\x06offset\x18\x04 \x01(\r\"\x80\x01\n\x08\x46inished\x12*\n\x06reason\x18\x01 \x01(\x0e\x32\x1a.inference.v1.FinishReason\x12\"\n\x05usage\x18\x02 \x01(\x0b\x32\x13.inference.v1.Usage\x12$\n\x06timing\x18\x03 \x01(\x0b\x32\x14.inference.v1.Timing\":\n\x06Timing\x12\x0f\n\x07queue_s\x18\x01 \x01(\x02\x12\x0e\n\x06ttft_s\x18\x02 \x01(\x02\x12\x0f\n\x07total_s\x18\x03 \x01(\x02\"\x8c\x02\n\x10\x43ompleteResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x0c\n\x04text\x18\x03 \x01(\t\x12\x11\n\ttoken_ids\x18\x04 \x03(\r\x12\x30\n\x08logprobs\x18\x05 \x03(\x0b\x32\x1e.inference.v1.PositionLogprobs\x12*\n\x06reason\x18\x06 \x01(\x0e\x32\x1a.inference.v1.FinishReason\x12\"\n\x05usage\x18\x07 \x01(\x0b\x32\x13.inference.v1.Usage\x12$\n\x06timing\x18\x08 \x01(\x0b\x32\x14.inference.v1.Timing\x12\x0c\n\x04seed\x18\t \x01(\x04\"#\n\rCancelRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\"\x10\n\x0e\x43\x61ncelResponse\"g\n\x12\x43ountTokensRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12(\n\x04\x63hat\x18\x02 \x01(\x0b\x32\x18.inference.v1.ChatPromptH\x00\x12\x0e\n\x04text\x18\x03 \x01(\tH\x00\x42\x08\n\x06prompt\"A\n\x13\x43ountTokensResponse\x12\x12\n\nnum_tokens\x18\x01 \x01(\r\x12\x16\n\x0e\x63ontext_length\x18\x02 \x01(\r\"\x13\n\x11ListModelsRequest\"9\n\x12ListModelsResponse\x12#\n\x06models\x18\x01 \x03(\x0b\x32\x13.inference.v1.Model\"V\n\x05Model\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x16\n\x0e\x63ontext_length\x18\x02 \x01(\r\x12\x12\n\nvocab_size\x18\x03 \x01(\r\x12\x13\n\x0bnum_workers\x18\x04 \x01(\r2\xd6\x03\n\tInference\x12K\n\x08Generate\x12\x1d.inference.v1.GenerateRequest\x1a\x1e.inference.v1.GenerateResponse0\x01\x12G\n\x06Resume\x12\x1b.inference.v1.ResumeRequest\x1a\x1e.inference.v1.GenerateResponse0\x01\x12I\n\x08\x43omplete\x12\x1d.inference.v1.GenerateRequest\x1a\x1e.inference.v1.CompleteResponse\x12\x43\n\x06\x43\x61ncel\x12\x1b.inference.v1.CancelRequest\x1a\x1c.inference.v1.CancelResponse\x12R\n\x0b\x43ountTokens\x12 .inference.v1.CountTokensRequest\x1a!.inference.v1.CountTokensResponse\x12O\n\nListModels\x12\x1f.inference.v1.ListModelsRequest\x1a .inference.v1.ListModelsResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -39,33 +39,35 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_TOKENPROMPT']._serialized_start=191
   _globals['_TOKENPROMPT']._serialized_end=223
   _globals['_GENERATEREQUEST']._serialized_start=226
-  _globals['_GENERATEREQUEST']._serialized_end=499
-  _globals['_GENERATERESPONSE']._serialized_start=502
-  _globals['_GENERATERESPONSE']._serialized_end=655
-  _globals['_ACCEPTED']._serialized_start=657
-  _globals['_ACCEPTED']._serialized_end=739
-  _globals['_DELTA']._serialized_start=741
-  _globals['_DELTA']._serialized_end=831
-  _globals['_FINISHED']._serialized_start=834
-  _globals['_FINISHED']._serialized_end=962
-  _globals['_TIMING']._serialized_start=964
-  _globals['_TIMING']._serialized_end=1022
-  _globals['_COMPLETERESPONSE']._serialized_start=1025
-  _globals['_COMPLETERESPONSE']._serialized_end=1293
-  _globals['_CANCELREQUEST']._serialized_start=1295
-  _globals['_CANCELREQUEST']._serialized_end=1330
-  _globals['_CANCELRESPONSE']._serialized_start=1332
-  _globals['_CANCELRESPONSE']._serialized_end=1348
-  _globals['_COUNTTOKENSREQUEST']._serialized_start=1350
-  _globals['_COUNTTOKENSREQUEST']._serialized_end=1453
-  _globals['_COUNTTOKENSRESPONSE']._serialized_start=1455
-  _globals['_COUNTTOKENSRESPONSE']._serialized_end=1520
-  _globals['_LISTMODELSREQUEST']._serialized_start=1522
-  _globals['_LISTMODELSREQUEST']._serialized_end=1541
-  _globals['_LISTMODELSRESPONSE']._serialized_start=1543
-  _globals['_LISTMODELSRESPONSE']._serialized_end=1600
-  _globals['_MODEL']._serialized_start=1602
-  _globals['_MODEL']._serialized_end=1688
-  _globals['_INFERENCE']._serialized_start=1691
-  _globals['_INFERENCE']._serialized_end=2088
+  _globals['_GENERATEREQUEST']._serialized_end=543
+  _globals['_RESUMEREQUEST']._serialized_start=545
+  _globals['_RESUMEREQUEST']._serialized_end=596
+  _globals['_GENERATERESPONSE']._serialized_start=599
+  _globals['_GENERATERESPONSE']._serialized_end=752
+  _globals['_ACCEPTED']._serialized_start=754
+  _globals['_ACCEPTED']._serialized_end=836
+  _globals['_DELTA']._serialized_start=838
+  _globals['_DELTA']._serialized_end=944
+  _globals['_FINISHED']._serialized_start=947
+  _globals['_FINISHED']._serialized_end=1075
+  _globals['_TIMING']._serialized_start=1077
+  _globals['_TIMING']._serialized_end=1135
+  _globals['_COMPLETERESPONSE']._serialized_start=1138
+  _globals['_COMPLETERESPONSE']._serialized_end=1406
+  _globals['_CANCELREQUEST']._serialized_start=1408
+  _globals['_CANCELREQUEST']._serialized_end=1443
+  _globals['_CANCELRESPONSE']._serialized_start=1445
+  _globals['_CANCELRESPONSE']._serialized_end=1461
+  _globals['_COUNTTOKENSREQUEST']._serialized_start=1463
+  _globals['_COUNTTOKENSREQUEST']._serialized_end=1566
+  _globals['_COUNTTOKENSRESPONSE']._serialized_start=1568
+  _globals['_COUNTTOKENSRESPONSE']._serialized_end=1633
+  _globals['_LISTMODELSREQUEST']._serialized_start=1635
+  _globals['_LISTMODELSREQUEST']._serialized_end=1654
+  _globals['_LISTMODELSRESPONSE']._serialized_start=1656
+  _globals['_LISTMODELSRESPONSE']._serialized_end=1713
+  _globals['_MODEL']._serialized_start=1715
+  _globals['_MODEL']._serialized_end=1801
+  _globals['_INFERENCE']._serialized_start=1804
+  _globals['_INFERENCE']._serialized_end=2274
 # @@protoc_insertion_point(module_scope)

@@ -101,6 +101,8 @@ class GenerateRequest(_message.Message):
     SAMPLING_FIELD_NUMBER: _builtins.int
     BAND_FIELD_NUMBER: _builtins.int
     RETURN_TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    RESUMABLE_FIELD_NUMBER: _builtins.int
+    IDEMPOTENCY_KEY_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """Chosen by the client or empty (the gateway chooses). 1 to 128 of [A-Za-z0-9._:-]; unique among the tenant's live requests."""
     model: _builtins.str
@@ -111,6 +113,13 @@ class GenerateRequest(_message.Message):
     """Lower this request below the tenant's band; never raises it. UNSPECIFIED: the tenant's band."""
     return_token_ids: _builtins.bool
     """Also return the ids of generated tokens."""
+    resumable: _builtins.bool
+    """Keep prompt and answer for a while, so that a stream that broke can be gone on with by Resume."""
+    idempotency_key: _builtins.str
+    """Makes a retry safe: a second request with the same key (1 to 256 characters, of this tenant) and the same content gets the
+    answer of the first from its beginning, finished or not, and ends the first one's stream; it never runs twice. The answer
+    is kept as a resumable one is. The gateway then chooses request_id, which must be empty.
+    """
     @_builtins.property
     def chat(self) -> Global___ChatPrompt:
         """the model's chat template is applied"""
@@ -134,16 +143,42 @@ class GenerateRequest(_message.Message):
         sampling: _types_pb2.SamplingParams | None = ...,
         band: _types_pb2.Band.ValueType = ...,
         return_token_ids: _builtins.bool = ...,
+        resumable: _builtins.bool = ...,
+        idempotency_key: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["chat", b"chat", "prompt", b"prompt", "sampling", b"sampling", "text", b"text", "tokens", b"tokens"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["band", b"band", "chat", b"chat", "model", b"model", "prompt", b"prompt", "request_id", b"request_id", "return_token_ids", b"return_token_ids", "sampling", b"sampling", "text", b"text", "tokens", b"tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["band", b"band", "chat", b"chat", "idempotency_key", b"idempotency_key", "model", b"model", "prompt", b"prompt", "request_id", b"request_id", "resumable", b"resumable", "return_token_ids", b"return_token_ids", "sampling", b"sampling", "text", b"text", "tokens", b"tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_prompt: _TypeAlias = _typing.Literal["chat", "text", "tokens"]  # noqa: Y015
     _WhichOneofArgType_prompt: _TypeAlias = _typing.Literal["prompt", b"prompt"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_prompt) -> _WhichOneofReturnType_prompt | None: ...
 
 Global___GenerateRequest: _TypeAlias = GenerateRequest  # noqa: Y015
+
+@_typing.final
+class ResumeRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    OFFSET_FIELD_NUMBER: _builtins.int
+    request_id: _builtins.str
+    """as in Accepted"""
+    offset: _builtins.int
+    """of the last delta that was received; 0 for the whole answer"""
+    def __init__(
+        self,
+        *,
+        request_id: _builtins.str = ...,
+        offset: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["offset", b"offset", "request_id", b"request_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ResumeRequest: _TypeAlias = ResumeRequest  # noqa: Y015
 
 @_typing.final
 class GenerateResponse(_message.Message):
@@ -224,8 +259,11 @@ class Delta(_message.Message):
     TEXT_FIELD_NUMBER: _builtins.int
     TOKEN_IDS_FIELD_NUMBER: _builtins.int
     LOGPROBS_FIELD_NUMBER: _builtins.int
+    OFFSET_FIELD_NUMBER: _builtins.int
     text: _builtins.str
     """whole characters; may be empty when only ids or log probabilities are new"""
+    offset: _builtins.int
+    """output tokens up to here, for Resume"""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """if return_token_ids was set"""
@@ -240,10 +278,11 @@ class Delta(_message.Message):
         text: _builtins.str = ...,
         token_ids: _abc.Iterable[_builtins.int] | None = ...,
         logprobs: _abc.Iterable[_types_pb2.PositionLogprobs] | None = ...,
+        offset: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["logprobs", b"logprobs", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["logprobs", b"logprobs", "offset", b"offset", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -39,6 +39,11 @@ class InferenceStub:
                 request_serializer=protos_dot_inference_dot_v1_dot_inference__pb2.GenerateRequest.SerializeToString,
                 response_deserializer=protos_dot_inference_dot_v1_dot_inference__pb2.GenerateResponse.FromString,
                 _registered_method=True)
+        self.Resume = channel.unary_stream(
+                '/inference.v1.Inference/Resume',
+                request_serializer=protos_dot_inference_dot_v1_dot_inference__pb2.ResumeRequest.SerializeToString,
+                response_deserializer=protos_dot_inference_dot_v1_dot_inference__pb2.GenerateResponse.FromString,
+                _registered_method=True)
         self.Complete = channel.unary_unary(
                 '/inference.v1.Inference/Complete',
                 request_serializer=protos_dot_inference_dot_v1_dot_inference__pb2.GenerateRequest.SerializeToString,
@@ -66,6 +71,14 @@ class InferenceServicer:
 
     def Generate(self, request, context):
         """Streams one answer: one accepted, any number of deltas, one finished.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Resume(self, request, context):
+        """The rest of a resumable answer, at any gateway: one accepted, the deltas behind `offset`, one finished. Ends a stream of it
+        that is still open. What was generated before is replayed, the rest is generated. NOT_FOUND once the answer is forgotten.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -105,6 +118,11 @@ def add_InferenceServicer_to_server(servicer, server):
             'Generate': grpc.unary_stream_rpc_method_handler(
                     servicer.Generate,
                     request_deserializer=protos_dot_inference_dot_v1_dot_inference__pb2.GenerateRequest.FromString,
+                    response_serializer=protos_dot_inference_dot_v1_dot_inference__pb2.GenerateResponse.SerializeToString,
+            ),
+            'Resume': grpc.unary_stream_rpc_method_handler(
+                    servicer.Resume,
+                    request_deserializer=protos_dot_inference_dot_v1_dot_inference__pb2.ResumeRequest.FromString,
                     response_serializer=protos_dot_inference_dot_v1_dot_inference__pb2.GenerateResponse.SerializeToString,
             ),
             'Complete': grpc.unary_unary_rpc_method_handler(
@@ -154,6 +172,33 @@ class Inference:
             target,
             '/inference.v1.Inference/Generate',
             protos_dot_inference_dot_v1_dot_inference__pb2.GenerateRequest.SerializeToString,
+            protos_dot_inference_dot_v1_dot_inference__pb2.GenerateResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Resume(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/inference.v1.Inference/Resume',
+            protos_dot_inference_dot_v1_dot_inference__pb2.ResumeRequest.SerializeToString,
             protos_dot_inference_dot_v1_dot_inference__pb2.GenerateResponse.FromString,
             options,
             channel_credentials,

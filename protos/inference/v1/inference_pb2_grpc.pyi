@@ -33,6 +33,10 @@ class InferenceStub:
     def __new__(cls, channel: _aio.Channel) -> InferenceAsyncStub: ...
     Generate: _grpc.UnaryStreamMultiCallable[_inference_pb2.GenerateRequest, _inference_pb2.GenerateResponse]
     """Streams one answer: one accepted, any number of deltas, one finished."""
+    Resume: _grpc.UnaryStreamMultiCallable[_inference_pb2.ResumeRequest, _inference_pb2.GenerateResponse]
+    """The rest of a resumable answer, at any gateway: one accepted, the deltas behind `offset`, one finished. Ends a stream of it
+    that is still open. What was generated before is replayed, the rest is generated. NOT_FOUND once the answer is forgotten.
+    """
     Complete: _grpc.UnaryUnaryMultiCallable[_inference_pb2.GenerateRequest, _inference_pb2.CompleteResponse]
     """The same as Generate, in one message."""
     Cancel: _grpc.UnaryUnaryMultiCallable[_inference_pb2.CancelRequest, _inference_pb2.CancelResponse]
@@ -47,6 +51,10 @@ class InferenceAsyncStub(InferenceStub):
     def __init__(self, channel: _aio.Channel) -> None: ...
     Generate: _aio.UnaryStreamMultiCallable[_inference_pb2.GenerateRequest, _inference_pb2.GenerateResponse]  # type: ignore[assignment]
     """Streams one answer: one accepted, any number of deltas, one finished."""
+    Resume: _aio.UnaryStreamMultiCallable[_inference_pb2.ResumeRequest, _inference_pb2.GenerateResponse]  # type: ignore[assignment]
+    """The rest of a resumable answer, at any gateway: one accepted, the deltas behind `offset`, one finished. Ends a stream of it
+    that is still open. What was generated before is replayed, the rest is generated. NOT_FOUND once the answer is forgotten.
+    """
     Complete: _aio.UnaryUnaryMultiCallable[_inference_pb2.GenerateRequest, _inference_pb2.CompleteResponse]  # type: ignore[assignment]
     """The same as Generate, in one message."""
     Cancel: _aio.UnaryUnaryMultiCallable[_inference_pb2.CancelRequest, _inference_pb2.CancelResponse]  # type: ignore[assignment]
@@ -64,6 +72,16 @@ class InferenceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_inference_pb2.GenerateResponse], _abc.AsyncIterator[_inference_pb2.GenerateResponse]]:
         """Streams one answer: one accepted, any number of deltas, one finished."""
+
+    @_abc_1.abstractmethod
+    def Resume(
+        self,
+        request: _inference_pb2.ResumeRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_inference_pb2.GenerateResponse], _abc.AsyncIterator[_inference_pb2.GenerateResponse]]:
+        """The rest of a resumable answer, at any gateway: one accepted, the deltas behind `offset`, one finished. Ends a stream of it
+        that is still open. What was generated before is replayed, the rest is generated. NOT_FOUND once the answer is forgotten.
+        """
 
     @_abc_1.abstractmethod
     def Complete(

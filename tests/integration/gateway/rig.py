@@ -57,9 +57,9 @@ class Answer:
         return [token_id for delta in self.deltas for token_id in delta.token_ids]
 
 
-async def read(call: Any) -> Answer:
-    """Reads a stream to its end, whichever it is."""
-    answer = Answer()
+async def read(call: Any, answer: Answer | None = None) -> Answer:
+    """Reads a stream to its end, whichever it is; goes on with an answer that has begun."""
+    answer = answer or Answer()
     try:
         async for response in call:
             take(answer, response)

@@ -55,7 +55,13 @@ async def test_reflection_lists_the_services(rig: Rig) -> None:
     call = stub.ServerReflectionInfo(iter([reflection_pb2.ServerReflectionRequest(list_services="")]))
     response = await anext(aiter(call))
     names = {service.name for service in response.list_services_response.service}
-    assert names == {INFERENCE, FLEET, "inference.v1.Admin", "grpc.health.v1.Health", "grpc.reflection.v1alpha.ServerReflection"}
+    assert names == {
+        INFERENCE,
+        FLEET,
+        "inference.v1.Admin",
+        "grpc.health.v1.Health",
+        "grpc.reflection.v1alpha.ServerReflection",
+    }
     call = stub.ServerReflectionInfo(iter([reflection_pb2.ServerReflectionRequest(file_containing_symbol=INFERENCE)]))
     response = await anext(aiter(call))
     assert response.file_descriptor_response.file_descriptor_proto

@@ -26,8 +26,8 @@ def accepted(request_id: str = "r1") -> Message:
     )
 
 
-def delta(text: str) -> Message:
-    return inference_pb2.GenerateResponse(delta=inference_pb2.Delta(text=text))
+def delta(text: str, offset: int = 0) -> Message:
+    return inference_pb2.GenerateResponse(delta=inference_pb2.Delta(text=text, offset=offset))
 
 
 def finished(reason: int = types_pb2.FINISH_REASON_STOP) -> Message:
@@ -50,6 +50,10 @@ class ScriptedGateway(inference_pb2_grpc.InferenceServicer):
         self.has_ended = asyncio.Event()  # a call; one that waits for ever ends only when it is cancelled
 
     async def Generate(self, request: Any, context: Any) -> AsyncIterator[Any]:
+        async for message in self._play(request, context):
+            yield message
+
+    async def Resume(self, request: Any, context: Any) -> AsyncIterator[Any]:
         async for message in self._play(request, context):
             yield message
 

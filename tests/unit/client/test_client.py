@@ -84,6 +84,20 @@ async def test_events_arrive_typed_and_in_order() -> None:
         ]
 
 
+async def test_an_answer_that_broke_off_is_gone_on_with() -> None:
+    error = UnavailableError("going", reason=Reason.DRAINING)
+    gateway = ScriptedGateway([accepted(), delta("a", 3), error], [accepted(), delta("b", 5), finished()])
+    async with connected(gateway) as client:
+        offset = 0
+        with pytest.raises(ClientError):  # noqa: PT012 - the loop is the call
+            async for event in client.generate(PROMPT, resumable=True, idempotency_key="k"):
+                offset = event.offset if isinstance(event, Delta) else offset
+        rest = [event async for event in client.resume("r1", offset)]
+    assert (gateway.requests[0].resumable, gateway.requests[0].idempotency_key) == (True, "k")
+    assert gateway.requests[1] == inference_pb2.ResumeRequest(request_id="r1", offset=3)
+    assert rest[1] == Delta("b", offset=5)
+
+
 async def test_request_carries_what_was_given_and_nothing_else() -> None:
     gateway = ScriptedGateway([finished()], [finished()], [finished()])
     sampling = Sampling(temperature=0.0, seed=2**64 - 1, stop=["x"], logit_bias={7: -1.5}, logprobs=0)

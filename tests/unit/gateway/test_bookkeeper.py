@@ -99,7 +99,7 @@ async def test_what_the_store_cannot_take_is_written_when_it_can(desk: Desk) -> 
     desk.ledger.is_down = True
     outcome = finished(FinishReason.LENGTH)
     live.lifecycle.finish(outcome)
-    await desk.books.close(live, outcome, 0)
+    await desk.books.close(live, outcome)
     await desk.books.look()
     assert desk.ledger.closed == []
     desk.ledger.is_down = False
@@ -117,7 +117,7 @@ async def test_what_could_not_be_opened_is_closed_all_the_same(desk: Desk) -> No
     desk.ledger.is_down = False
     outcome = finished(FinishReason.CANCELLED)
     live.lifecycle.finish(outcome)
-    await desk.books.close(live, outcome, 0)
+    await desk.books.close(live, outcome)
     assert [record.record_id for record in desk.ledger.closed] == ["a"]
-    await desk.books.close(live_request("r2"), outcome, 0)  # never opened
+    await desk.books.close(live_request("r2"), outcome)  # never opened
     assert len(desk.ledger.closed) == 1
