@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import typer
 
+from bench.doctor.cli import doctor
 from bench.load.cli import load
 from bench.modes.cli import modes
 
@@ -16,6 +17,7 @@ app = typer.Typer(
 )
 app.command()(load)
 app.command()(modes)
+app.command()(doctor)
 
 
 @app.callback()

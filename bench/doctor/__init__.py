@@ -1,0 +1,1 @@
+"""Finds what limits a live deployment, from its metrics: `python -m bench doctor`."""
