@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from bisect import insort
-from collections.abc import Iterable
+from bisect import bisect_left, insort
+from collections.abc import Iterable, Sequence
 
 from worker.engine.request import Request
 
@@ -52,13 +52,28 @@ class MemoryForecast:
         insort(self._loads, (remaining, held), key=_descending)
         self._bound += remaining + held
 
-    def fits(self, remaining: int, held: int, capacity: int) -> bool:
-        """Whether the peak with one more request is at most `capacity` tokens."""
-        if self._bound + remaining + held <= capacity:  # everybody at its end at once: no need to look closer
+    def remove(self, remaining: int, held: int) -> None:
+        """One request less. Raises ValueError if there is none with this load."""
+        self._loads.pop(self._index(remaining, held))
+        self._bound -= remaining + held
+
+    def fits(self, remaining: int, held: int, capacity: int, without: Sequence[tuple[int, int]] = ()) -> bool:
+        """Whether the peak with one more request is at most `capacity` tokens, with these loads out of the way."""
+        bound = self._bound + remaining + held - sum(map(sum, without))
+        if bound <= capacity:  # everybody at its end at once: no need to look closer
             return True
-        loads = self._loads.copy()
-        insort(loads, (remaining, held), key=_descending)
-        return peak_tokens(loads) <= capacity
+        changed = MemoryForecast(())
+        changed._loads = self._loads.copy()
+        for load in without:
+            changed.remove(*load)
+        changed.add(remaining, held)
+        return peak_tokens(changed._loads) <= capacity
+
+    def _index(self, remaining: int, held: int) -> int:
+        index = bisect_left(self._loads, (-remaining, -held), key=_descending)
+        if index == len(self._loads) or self._loads[index] != (remaining, held):
+            raise ValueError(f"no request has {remaining} tokens to come and holds {held}")
+        return index
 
 
 def _descending(load: tuple[int, int]) -> tuple[int, int]:

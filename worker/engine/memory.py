@@ -17,7 +17,11 @@ class Memory(Protocol):
     thrash: ThrashMeter
 
     def begin_step(self, running: Sequence[Request]) -> None:
-        """Says who runs; to be said again when somebody was preempted."""
+        """Says who runs. The list may change in the step by `admit` and `leave` only."""
+        ...
+
+    def leave(self, victim: Request) -> None:
+        """A running request is about to be preempted in this step."""
         ...
 
     def fits(self, request: Request, victims: Sequence[Request] = ()) -> bool:
@@ -77,6 +81,9 @@ class Reserve(_Planned):
         """See Memory."""
         return self._manager.admit(request, num_tokens=_max_kv_tokens(request))
 
+    def leave(self, victim: Request) -> None:
+        """See Memory."""
+
     def may_overtake(self, request: Request, blocked: Request) -> bool:
         """See Memory. Never: first come, first served."""
         del request, blocked
@@ -106,11 +113,11 @@ class LookAhead(_Planned):
         if not others:
             return True
         forecast = self._forecast_of_all()
-        if victims:
-            forecast = MemoryForecast(self._load(other) for other in self._running if other not in victims)
+        without = [self._load(victim) for victim in victims]
         # What it would hold that nobody holds now:
         held = self._manager.num_needed(request, request.num_tokens) * self._manager.block_size
-        return forecast.fits(*self._bounded(num_expected(request, self._share), held), self._capacity)
+        load = self._bounded(num_expected(request, self._share), held)
+        return forecast.fits(*load, self._capacity, without)
 
     def admit(self, request: Request) -> bool:
         """See Memory."""
@@ -119,6 +126,11 @@ class LookAhead(_Planned):
             return False
         forecast.add(*self._load(request))
         return True
+
+    def leave(self, victim: Request) -> None:
+        """See Memory."""
+        self._forecast_of_all().remove(*self._load(victim))
+        self._steps_until_fit = None
 
     def may_overtake(self, request: Request, blocked: Request) -> bool:
         """See Memory. A bounded number of times, if it should be gone before the other finds enough blocks.

@@ -27,7 +27,7 @@ def choose_victim(running: Sequence[Request], needy: Request, levels: Levels, st
     return max(candidates, key=lambda request: request.arrival)
 
 
-def list_yielding(long: Sequence[Request], newcomer: Request, levels: Levels, step: int) -> list[Request]:
-    """Of the long requests, those that yield to a newcomer: of its band or lower, lowest and longest-running first."""
-    yielding = [request for request in long if request.band >= newcomer.band and levels.may_yield(request, step)]
+def list_yielding(long: Sequence[Request], levels: Levels, step: int) -> list[Request]:
+    """The long requests that make way for newcomers, those of the lowest band and the longest-running first."""
+    yielding = [request for request in long if levels.may_yield(request, step)]
     return sorted(yielding, key=lambda request: (request.band, num_decode_steps(request)), reverse=True)

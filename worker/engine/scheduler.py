@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from bisect import insort
+from bisect import bisect_left, insort
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
@@ -21,6 +21,9 @@ __all__ = ["Scheduler", "SchedulerConfig", "StepCounts"]
 
 LOOK_BEHIND = 16
 """Waiting requests behind one that waits for memory that are looked at in a step."""
+
+MAX_VICTIMS = 8
+"""Long requests that make way for one newcomer at most."""
 
 
 @dataclass(slots=True)
@@ -227,62 +230,73 @@ class Scheduler:
         if self.step.preempted:
             self.step.is_blocked = True
             return []
-        smallest_chunk = (self.config.min_chunk_tokens + 1) // 2
-        self.memory.begin_step(self.running)
-        admitted: list[Request] = []
-        blocked: Request | None = None  # waits for memory
-        num_places = len(self._free_slots) + len(self._long)
+        yielding = self._list_yielding()
+        num_places = len(self._free_slots) + len(yielding)
         if not num_places:
             return []
+        self.memory.begin_step(self.running)
+        smallest_chunk = (self.config.min_chunk_tokens + 1) // 2
         waiting = self.waiting.first(num_places + self.waiting.num_preempted + LOOK_BEHIND)
         # By arrival, but who is not urgent, a newcomer with time or a long request that left, lets the urgent pass.
         waiting.sort(key=lambda request: not self.levels.is_urgent(request, self.num_steps, now_s))
+        admitted: list[Request] = []
+        blocked: Request | None = None  # waits for memory
+        num_looks = LOOK_BEHIND
         for request in waiting:
-            if num_tokens <= 0:
+            if num_tokens <= 0 or not num_looks:
                 break
-            if blocked is not None and not self.memory.may_overtake(request, blocked):
+            if blocked is not None:
+                num_looks -= 1
+                if not self.memory.may_overtake(request, blocked):
+                    continue
+            candidates = self._list_candidates(yielding, request, now_s, blocked)
+            if not (self._free_slots or candidates):
                 continue
-            if self._make_way(request, now_s, blocked) and self.memory.admit(request):
-                self._enter(request)
-                admitted.append(request)
-                num_tokens -= min(request.num_tokens - request.num_computed, smallest_chunk)
-                if blocked is not None:
-                    blocked.num_overtaken += 1
-                    self.step.num_overtakes += 1
-            elif self._free_slots:
+            if not (self._make_way(request, candidates) and self.memory.admit(request)):
                 blocked = blocked or request
+                continue
+            self._enter(request)
+            admitted.append(request)
+            num_tokens -= min(request.num_tokens - request.num_computed, smallest_chunk)
+            if blocked is not None:
+                blocked.num_overtaken += 1
+                self.step.num_overtakes += 1
         self.step.is_blocked = blocked is not None
         return admitted
 
-    def _make_way(self, request: Request, now_s: float, blocked: Request | None) -> bool:
-        """Whether a waiting request finds a slot and memory; long requests are preempted for it if that is enough."""
-        victims: list[Request] = []
-        candidates = iter(self._list_yielding(request, now_s, blocked))
-        while not (len(self._free_slots) + len(victims) and self.memory.fits(request, victims)):
-            victim = next(candidates, None)
-            if victim is None:
-                return False
-            victims.append(victim)
-        for victim in victims:
-            self.preempt(victim)
-        if victims:
-            self._long = [request for request in self._long if request.state is RequestState.RUNNING]
-            self.step.num_yielded += len(victims)
-            self.step.num_long -= len(victims)
-            self.step.num_decodes -= len(victims)
-            self.memory.begin_step(self.running)
-        return True
-
-    def _list_yielding(self, request: Request, now_s: float, blocked: Request | None) -> Sequence[Request]:
-        """Who would make way for a waiting request now: nobody before it is urgent, nor while too much is computed
-        twice, nor for one that would overtake another without a first chunk."""
-        if not self._long or not self.levels.is_urgent(request, self.num_steps, now_s):
-            return ()
-        if blocked is not None and blocked.started_s is None:
-            return ()
+    def _list_yielding(self) -> list[Request]:
+        """Who would make way for a newcomer now, first to go first; nobody while too much is computed twice."""
         if self.memory.thrash.ratio >= self.config.max_thrash:
-            return ()
-        return list_yielding(self._long, request, self.levels, self.num_steps)
+            return []
+        return list_yielding(self._long, self.levels, self.num_steps)
+
+    def _list_candidates(
+        self, yielding: Sequence[Request], request: Request, now_s: float, blocked: Request | None
+    ) -> list[Request]:
+        """Who would make way for this waiting request: nobody of a higher band, nobody before it is urgent, and nobody
+        for one that would overtake another without a first chunk."""
+        if not yielding or not self.levels.is_urgent(request, self.num_steps, now_s):
+            return []
+        if blocked is not None and blocked.started_s is None:
+            return []
+        running = RequestState.RUNNING
+        return [other for other in yielding if other.band >= request.band and other.state is running][:MAX_VICTIMS]
+
+    def _make_way(self, request: Request, candidates: Sequence[Request]) -> bool:
+        """Whether a waiting request finds a slot and memory; as many candidates are preempted for it as that takes."""
+        if self._free_slots and self.memory.fits(request):
+            return True
+        if not candidates or not self.memory.fits(request, candidates):
+            return False
+        counts = range(1, len(candidates))  # all of them are enough; maybe fewer are
+        count = 1 + bisect_left(counts, True, key=lambda count: self.memory.fits(request, candidates[:count]))
+        for victim in candidates[:count]:
+            self.memory.leave(victim)
+            self.preempt(victim)
+        self.step.num_yielded += count
+        self.step.num_long -= count
+        self.step.num_decodes -= count
+        return True
 
     def _enter(self, request: Request) -> None:
         """Gives a slot to a waiting request that has its blocks."""

@@ -38,6 +38,25 @@ def test_one_more_fits_if_the_peak_with_it_does(
         loads = everybody
 
 
+@given(LOADS, st.lists(st.integers(0, 7), max_size=3), st.integers(0, 300))
+def test_one_more_fits_if_the_peak_without_those_that_leave_does(
+    loads: list[tuple[int, int]], leaving: list[int], capacity: int
+) -> None:
+    forecast = MemoryForecast(loads)
+    gone = [loads[index] for index in sorted(set(leaving)) if index < len(loads)]
+    left = [load for index, load in enumerate(loads) if index not in leaving]
+    fits = simulated_peak([*left, (5, 20)]) <= capacity
+    assert forecast.fits(5, 20, capacity, gone) is fits
+    for load in gone:
+        forecast.remove(*load)
+    assert forecast.fits(5, 20, capacity) is fits
+
+
+def test_removing_what_is_not_there_is_a_mistake() -> None:
+    with pytest.raises(ValueError, match="no request has 3 tokens to come"):
+        MemoryForecast([(4, 1)]).remove(3, 1)
+
+
 def ended(num_output: int, max_tokens: int) -> Request:
     sampling = SamplingParams(seed=0, max_tokens=max_tokens)
     request = Request("r", 1, 1, [1] * (5 + num_output), 5, sampling, Band.NORMAL, "", 1)
