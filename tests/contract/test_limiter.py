@@ -344,3 +344,11 @@ async def test_everything_of_an_ended_request_expires(limiter: Limiter, redis_cl
     del left["clock"]
     assert left.keys() == {"window:acme", "day:acme"}
     assert all(ttl > 0 for ttl in left.values())
+
+
+@only_redis
+async def test_a_late_settlement_leaves_nothing_behind(limiter: Limiter, redis_client: redis.Redis, pool: str) -> None:
+    await reserve(limiter, "acme/1")
+    redis_client.delete(*(key for key in pool_keys(redis_client, pool) if ":window:" in key or ":day:" in key))
+    await settle(limiter, "acme/1", 3)
+    assert [key.split("}:")[1] for key in pool_keys(redis_client, pool)] == ["clock"]

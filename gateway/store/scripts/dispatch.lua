@@ -108,6 +108,15 @@ local function count_overtaking(passed, credits)
   end
 end
 
+-- `counter`: of its flow, if it was found by that.
+local function read_request(id, band, model, counter)
+  local owner, tenant, input_tokens, tokens, attempt, overtaken, charged = unpack(call('HMGET', request_key(id),
+    'owner', 'tenant', 'input_tokens', 'tokens_needed', 'attempt', 'overtaken', 'charged'))
+  return { id = id, band = band, model = model, counter = counter, owner = owner, tenant = tenant,
+    input_tokens = tonumber(input_tokens), tokens = tonumber(tokens), attempt = tonumber(attempt),
+    overtaken = tonumber(overtaken), charged = tonumber(charged) }
+end
+
 -- The first request of a flow that has not been passed.
 local function next_of_flow(walk, band, tenant)
   local line = line_key(band, tenant, walk.model)
@@ -121,16 +130,22 @@ local function next_of_flow(walk, band, tenant)
   return id
 end
 
--- The next request of a band: of the flow with the least counter. Returns its id and that counter.
-local function next_of_band(walk, band)
+-- The request of a band that is next by the counters of flows; nil if there is none that has not been passed.
+local function find_head(walk, band)
   local rank = 0
   while true do
     local tenant, counter = unpack(call('ZRANGE', flows_key(band, walk.model), rank, rank, 'WITHSCORES'))
     if not tenant then return nil end
     local id = next_of_flow(walk, band, tenant)
-    if id then return id, tonumber(counter) end
+    if id then return read_request(id, band, walk.model, tonumber(counter)) end
     rank = rank + 1
   end
+end
+
+-- The same, read once until something of the band is claimed, removed or passed.
+local function head_of_band(walk, band)
+  if walk.heads[band] == nil then walk.heads[band] = find_head(walk, band) or false end
+  return walk.heads[band] or nil
 end
 
 -- The request that has waited longest, if that is long.
@@ -146,61 +161,50 @@ local function longest_waiting(walk)
   walk.knows_no_long_wait = true
 end
 
-local function read_request(id, band, model, headroom)
-  local owner, tenant, input_tokens, tokens, attempt, overtaken, charged = unpack(call('HMGET', request_key(id),
-    'owner', 'tenant', 'input_tokens', 'tokens_needed', 'attempt', 'overtaken', 'charged'))
-  return { id = id, band = band, model = model, headroom = headroom, owner = owner, tenant = tenant, input_tokens = tonumber(input_tokens),
-    tokens = tonumber(tokens), attempt = tonumber(attempt), overtaken = tonumber(overtaken), charged = tonumber(charged) }
-end
-
--- What the next request of a band will use, in weighted tokens, as far as is known.
+-- What a request will use, in weighted tokens, as far as is known.
 local function expected_tokens(request)
   return input_weight * request.input_tokens + output_weight * math.max(request.tokens - request.input_tokens, 0)
 end
 
--- The next request of a lower band that lacks of its share at least what the request will use.
-local function pick_owed(walk, service)
-  local picked, its_counter
+-- The head of a lower band that lacks of its share at least what the request will use.
+local function owed_head(walk, service)
+  local picked
   each_contended(service, function(b, band)
     if picked or not band.is_waiting or band.owed <= 0 or band.running >= band.max_running then return end
-    local id, counter = next_of_band(walk, b)
-    local request = id and read_request(id, b, walk.model, ENTITLED)
-    if request and band.owed >= math.min(expected_tokens(request), max_owed) * 1000 then
-      picked, its_counter = request, counter
-    end
+    local request = head_of_band(walk, b)
+    if request and band.owed >= math.min(expected_tokens(request), max_owed) * 1000 then picked = request end
   end)
-  return picked, its_counter
+  return picked
 end
 
 -- The policy: now and then the longest wait, else a lower band that lacks of its share, else the highest band that finds
--- more free than it must leave for others.
--- Returns a request and the counter by which it was chosen, nil if it was chosen by its wait.
+-- more free than it must leave for others. Returns a request and the headroom that it must leave.
 local function pick(walk, credits, service)
   if service.since_longest >= claims_between and not walk.knows_no_long_wait then
     local id, band = longest_waiting(walk)
-    if id then return read_request(id, band, walk.model, ENTITLED) end
+    if id then return read_request(id, band, walk.model, nil), ENTITLED end
   end
-  local request, counter = pick_owed(walk, service)
-  if request then return request, counter end
+  local owed = owed_head(walk, service)
+  if owed then return owed, ENTITLED end
   for b, band in ipairs(service.bands) do
-    local id
-    if band.is_waiting and has_credit(credits, headrooms[b]) then id, counter = next_of_band(walk, b) end
-    if id then return read_request(id, b, walk.model, headrooms[b]), counter end
+    local request = band.is_waiting and has_credit(credits, headrooms[b]) and head_of_band(walk, b)
+    if request then return request, headrooms[b] end
   end
 end
 
 -- Claims a request, or notes that it was passed.
-local function consider(request, counter, walk, credits, service)
+local function consider(request, headroom, walk, credits, service)
   local band = service.bands[request.band]
+  walk.heads[request.band] = nil
   if not owner_lives(request.owner) then
     remove_request(request.id)
     band.is_waiting = has_waiting(request.band, request.model)
     return
   end
-  local credit = choose(credits, request.tokens, request.headroom)
+  local credit = choose(credits, request.tokens, headroom)
   if credit then
-    if counter then band.virtual = math.max(band.virtual, counter) end
-    service.since_longest = counter and service.since_longest + 1 or 0
+    band.virtual = math.max(band.virtual, request.counter or 0)
+    service.since_longest = request.counter and service.since_longest + 1 or 0
     claim(request, credit, service)
     count_overtaking(walk.passed, credits)
     walk.num_claims = walk.num_claims + 1
@@ -217,11 +221,11 @@ local function dispatch_model(model)
   local credits = read_credits(model, report_ttl)
   if not has_credit(credits, ENTITLED) then return end
   local service = read_service(model, credits)
-  local walk = { model = model, passed = {}, is_passed = {}, offsets = {}, num_claims = 0 }
+  local walk = { model = model, passed = {}, is_passed = {}, offsets = {}, heads = {}, num_claims = 0 }
   while has_credit(credits, ENTITLED) and #walk.passed < max_passed do
-    local request, counter = pick(walk, credits, service)
+    local request, headroom = pick(walk, credits, service)
     if not request then break end
-    consider(request, counter, walk, credits, service)
+    consider(request, headroom, walk, credits, service)
   end
   for _, head in ipairs(walk.passed) do
     if head.is_changed then call('HSET', request_key(head.id), 'overtaken', int(head.overtaken)) end
