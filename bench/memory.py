@@ -1,0 +1,226 @@
+"""How well the KV cache is used, and what it costs: `python -m bench.memory`.
+
+Shows how many of the token slots in referenced blocks belong to a token, in every mode and for block sizes from 2 to
+64, and what the prefix cache costs when nobody finds anything in it. That runs in simulated time, as the default model
+would take it; `--real` measures the last two on the model itself.
+
+A slot is "known" from the moment that its request runs with that token, and "computed" once it holds its keys and
+values: the difference are prompts that have their blocks and wait for their turn in a step.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from statistics import median
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from bench.in_process import EngineOptions, build_engine, build_runner
+from bench.levels import KV_TOKEN_S, ROW_S, STEP_S, TOKEN_S
+from bench.workload import Work, mixed
+from common.default_model import ensure_default_model
+from common.types import ModelLimits, SamplingParams
+from worker.cache.block import keyed_digest
+from worker.cache.manager import CacheManager
+from worker.cache.pool import BlockPool
+from worker.engine.batch import Batch, SampledToken
+from worker.engine.cost_model import chunk_kv_tokens
+from worker.engine.engine import Engine
+from worker.engine.modes import DEFAULT_MODE, MODES, Mode
+from worker.engine.scheduler import Scheduler, SchedulerConfig
+from worker.model.weights import load_model
+
+SESSION = 1
+VOCAB_SIZE = 49_152
+POOL_TOKENS = 32_768
+AMPLE_TOKENS = 1 << 20
+"""So many that nobody is preempted, and nobody comes back to find its own blocks."""
+
+MAX_NUM_SEQS = 16
+BLOCK_SIZE = 16
+BLOCK_SIZES = (2, 4, 8, 16, 32, 64)
+KERNEL_BLOCK_SIZES = (8, 16, 32, 64)
+"""Of these, what the kernels serve: they read keys and values of 8 tokens at a time."""
+
+
+class SimulatedExecutor:
+    """Lets its clock go on by what a step takes on the default model, and computes nothing."""
+
+    def __init__(self, num_blocks: int, block_size: int) -> None:
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        self.now_s = 0.0
+        self._token = SampledToken(7)
+
+    def execute(self, batch: Batch) -> Sequence[SampledToken | None]:
+        """See Executor."""
+        num_kv_tokens = sum(chunk_kv_tokens(row.request.num_computed, row.num_new) for row in batch.rows)
+        self.now_s += STEP_S + TOKEN_S * batch.num_tokens + KV_TOKEN_S * num_kv_tokens + ROW_S * len(batch.rows)
+        return [self._token if row.samples else None for row in batch.rows]
+
+
+@dataclass(slots=True)
+class Usage:
+    """What one run did, summed over its steps."""
+
+    computed_tokens: int = 0
+    known_tokens: int = 0
+    slots: int = 0  # in referenced blocks
+    num_steps: int = 0
+    num_tokens: int = 0  # that passed through the model
+    num_hits: int = 0
+    engine_s: float = 0.0  # CPU time of everything but execution
+    total_s: float = 0.0  # simulated
+
+    @property
+    def shares(self) -> tuple[str, str]:
+        """Known and computed tokens per slot."""
+        return f"{self.known_tokens / self.slots:.1%}", f"{self.computed_tokens / self.slots:.1%}"
+
+
+def run(
+    work: Iterable[Work],
+    mode: Mode = MODES[DEFAULT_MODE],
+    block_size: int = BLOCK_SIZE,
+    *,
+    pool_tokens: int = POOL_TOKENS,
+) -> Usage:
+    """Serves work as slots come free, in simulated time."""
+    executor = SimulatedExecutor(pool_tokens // block_size + 1, block_size)
+    manager = CacheManager(
+        BlockPool(executor.num_blocks),
+        block_size,
+        keyed_digest(b"bench"),
+        prefix_cache=mode.prefix_cache,
+    )
+    scheduler = Scheduler(manager, SchedulerConfig(MAX_NUM_SEQS, 512, 512), mode)
+    limits = ModelLimits("bench", 8192, VOCAB_SIZE, block_size, manager.pool.num_usable, MAX_NUM_SEQS)
+    engine = Engine(executor, scheduler, manager, limits, [], lambda: executor.now_s)
+    engine.open_session(SESSION)
+    waiting, usage = deque(enumerate(work)), Usage()
+    while waiting or engine.num_requests:
+        while waiting and engine.num_requests < MAX_NUM_SEQS + 8:
+            index, request = waiting.popleft()
+            sampling = SamplingParams(seed=0, max_tokens=request.num_output)
+            engine.submit(SESSION, f"r{index}", 1, request.prompt, sampling)
+        before = time.thread_time()
+        stats = engine.step().stats
+        usage.engine_s += time.thread_time() - before
+        usage.num_steps += 1
+        usage.num_tokens += stats.num_tokens
+        usage.num_hits += stats.num_hit_tokens
+        usage.slots += stats.referenced_blocks * block_size
+        usage.computed_tokens += sum(request.num_computed for request in scheduler.running)
+        usage.known_tokens += sum(request.num_tokens for request in scheduler.running)
+    usage.total_s = executor.now_s
+    return usage
+
+
+def show_modes(work: Sequence[Work]) -> Table:
+    """Whose the slots are, by mode."""
+    table = Table(
+        title=f"Token slots of referenced blocks, mixed load, blocks of {BLOCK_SIZE}, {MAX_NUM_SEQS} at a time"
+    )
+    for column in ("mode", "known", "computed", "seconds"):
+        table.add_column(column, justify="right")
+    for name, mode in MODES.items():
+        usage = run(work, mode)
+        table.add_row(name, *usage.shares, f"{usage.total_s:.0f}")
+    return table
+
+
+def show_prefix_cost(work: Sequence[Work], repeats: int) -> Table:
+    """What the prefix cache costs when nothing is found: the engine's CPU time with it and without, in turns.
+
+    Nobody is preempted in this mode and pool, so that nobody returns to find what it computed itself.
+    """
+    on, off = [], []
+    for _ in range(repeats):
+        off.append(run(work, MODES["paged"], pool_tokens=AMPLE_TOKENS))
+        on.append(run(work, replace(MODES["paged"], prefix_cache=True), pool_tokens=AMPLE_TOKENS))
+    assert all(usage.num_hits == 0 for usage in on), "the prompts of the load are not all different"
+    table = Table(title=f"Prefix cache without a hit, {on[0].num_tokens} tokens, best of {repeats}")
+    for column in ("prefix cache", "engine µs per token", "steps take", "of them for the cache"):
+        table.add_column(column, justify="right")
+    best_off, best_on = min(usage.engine_s for usage in off), min(usage.engine_s for usage in on)
+    for name, engine_s, usage in (("off", best_off, off[0]), ("on", best_on, on[0])):
+        share = (engine_s - best_off) / (usage.total_s + best_off)
+        table.add_row(name, f"{1e6 * engine_s / usage.num_tokens:.2f}", f"{usage.total_s:.1f} s", f"{share:.2%}")
+    return table
+
+
+def show_sizes(work: Sequence[Work]) -> Table:
+    """Utilization and the engine's time by block size."""
+    table = Table(title="Block sizes; kernels serve multiples of 8")
+    for column in ("tokens per block", "known", "computed", "engine µs per step", "served"):
+        table.add_column(column, justify="right")
+    for block_size in BLOCK_SIZES:
+        usage = run(work, block_size=block_size)
+        served = "yes" if block_size in KERNEL_BLOCK_SIZES else "no"
+        engine_us = 1e6 * usage.engine_s / usage.num_steps
+        table.add_row(str(block_size), *usage.shares, f"{engine_us:.0f}", served)
+    return table
+
+
+def measure_real(work: Sequence[Work], repeats: int) -> Table:
+    """Tokens per second of the default model: block sizes, and the prefix cache on and off, in turns."""
+    threads = torch.get_num_threads()
+    model = load_model(ensure_default_model(), torch.bfloat16)
+    table = Table(title=f"Default model, {threads} threads, {len(work)} requests, median of {repeats}")
+    for column in ("tokens per block", "prefix cache", "tokens/s", "cache on / off"):
+        table.add_column(column, justify="right")
+    for block_size in KERNEL_BLOCK_SIZES:
+        options = EngineOptions(dtype=torch.bfloat16, block_size=block_size, num_threads=threads)
+        runner = build_runner(model, options)
+        runner.warm_up()
+        rates: dict[bool, list[float]] = {False: [], True: []}
+        for _ in range(repeats):
+            for prefix_cache in rates:
+                timed = EngineOptions(
+                    dtype=torch.bfloat16, block_size=block_size, num_threads=threads, prefix_cache=prefix_cache
+                )
+                engine, _ = build_engine(model, runner, timed)
+                rates[prefix_cache].append(serve(engine, work))
+        runner.close()
+        ratio = median(on / off for on, off in zip(rates[True], rates[False], strict=True))
+        table.add_row(str(block_size), "off", f"{median(rates[False]):.1f}", "")
+        table.add_row("", "on", f"{median(rates[True]):.1f}", f"{ratio:.3f}")
+    return table
+
+
+def serve(engine: Engine, work: Sequence[Work]) -> float:
+    """Prompt and output tokens per second."""
+    for index, request in enumerate(work):
+        sampling = SamplingParams(seed=0, max_tokens=request.num_output, temperature=0.0, ignore_eos=True)
+        engine.submit(SESSION, f"r{index}", 1, request.prompt, sampling)
+    started = time.perf_counter()
+    while engine.num_requests:
+        engine.step()
+    seconds = time.perf_counter() - started
+    return sum(len(request.prompt) + request.num_output for request in work) / seconds
+
+
+def main() -> None:
+    """Prints the tables."""
+    parser = argparse.ArgumentParser(prog="python -m bench.memory", description=__doc__)
+    parser.add_argument("--requests", type=int, default=128, help="of the mixed load (default: %(default)s)")
+    parser.add_argument("--repeats", type=int, default=5, help="runs of each kind that are compared")
+    parser.add_argument("--real", action="store_true", help="measure the default model as well; takes minutes")
+    parser.add_argument("--real-requests", type=int, default=16)
+    args = parser.parse_args()
+    console, work = Console(), mixed(args.requests)
+    console.print(show_modes(work))
+    console.print(show_sizes(work))
+    console.print(show_prefix_cost(work, args.repeats))
+    if args.real:
+        console.print(measure_real(mixed(args.real_requests, seed=1, scale=0.3), args.repeats))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,28 @@
+"""What the memory measurement counts."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from bench.memory import AMPLE_TOKENS, run
+from bench.workload import Work, mixed
+from worker.engine.modes import MODES
+
+
+def test_one_request_in_one_block_counts_its_own_slots() -> None:
+    usage = run([Work(tuple(range(5)), 3)], MODES["paged"], 8)
+    # After the steps: 6 and 7 tokens are known, 5 and 6 computed, 8 slots taken; after the last nothing is held.
+    assert (usage.known_tokens, usage.computed_tokens, usage.slots) == (6 + 7, 5 + 6, 16)
+    assert (usage.num_steps, usage.num_tokens) == (3, 7)
+
+
+def test_paged_blocks_leave_little_unused_and_smaller_ones_less() -> None:
+    work = mixed(24)
+    known = {size: (usage := run(work, MODES["paged"], size)).known_tokens / usage.slots for size in (2, 16, 64)}
+    assert known[16] >= 0.96
+    assert known[2] > known[16] > known[64]
+
+
+def test_the_load_that_shows_the_prefix_caches_cost_finds_nothing_in_it() -> None:
+    usage = run(mixed(24), replace(MODES["paged"], prefix_cache=True), pool_tokens=AMPLE_TOKENS)
+    assert usage.num_hits == 0
