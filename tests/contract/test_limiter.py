@@ -192,6 +192,10 @@ class TestConcurrency:
         await settle(limiter, "acme/1", 0)
         await reserve(limiter, "acme/3", limits=self.limits)
 
+    async def test_where_nothing_is_allowed_nobody_is_told_to_come_back(self, limiter: Limiter) -> None:
+        for limits in (TenantLimits(max_concurrent=0), TenantLimits(requests_per_minute=0)):
+            assert (await refused(limiter, "acme/1", 10, limits)).retry_after_s is None
+
     async def test_slots_of_a_dead_gateway_come_back(self, make_limiter: MakeLimiter, clock: StoreClock) -> None:
         dead, living = make_limiter(), make_limiter()
         await reserve(dead, "acme/1", limits=self.limits)
