@@ -14,6 +14,7 @@ import pytest
 from typer.testing import CliRunner
 
 from client import Client, ClientError, ClientOptions, Finished, Sampling, Text
+from client.admin import AdminClient
 from client.cli import app as cli
 from common.rpc import probe
 from common.rpc.tls import Dialling, channel_credentials
@@ -23,6 +24,7 @@ from tests.integration.tls.certificates import Authority, Certificate
 from worker.app import Worker
 from worker.config import WorkerSettings
 
+ADMIN_KEY = "operators-secret"
 REFUSED = "UNAVAILABLE"  # what a handshake that fails looks like on either side; it comes without a reason of ours
 
 
@@ -32,6 +34,7 @@ class Deployment:
 
     gateway: GatewayApp
     worker_address: str
+    worker_run: asyncio.Task[None]
 
     @property
     def address(self) -> str:
@@ -77,7 +80,7 @@ async def deployment(
 ) -> AsyncIterator[Deployment]:
     """The worker finds the gateway by its announcement: both directions are dialled with mTLS."""
     tls = tls_settings(ours, server, caller)
-    gateway = await rig.gateway(**tls)
+    gateway = await rig.gateway(admin_key=ADMIN_KEY, **tls)
     settings = {
         "model": str(model_folder),
         "model_name": "small",
@@ -94,7 +97,7 @@ async def deployment(
     async with running(worker) as task:
         await eventually(lambda: gateway.fleet.is_ready or task.done(), 60)
         (record,) = await gateway.queue.workers()
-        yield Deployment(gateway, record.address)
+        yield Deployment(gateway, record.address, task)
 
 
 def credentials(ca: Authority, shown: Certificate | None) -> grpc.ChannelCredentials:
@@ -185,6 +188,16 @@ async def test_the_name_in_the_certificate_counts(rig: Rig, ours: Authority) -> 
         await ask(address, credentials=credentials(ours, None))
     options = ClientOptions(server_name="gateway.example")
     assert await ask(address, credentials=credentials(ours, None), options=options) == 4
+
+
+async def test_an_operator_drains_a_worker_which_then_ends(
+    deployment: Deployment, ours: Authority, caller: Certificate
+) -> None:
+    async with AdminClient(deployment.address, ADMIN_KEY, credentials=credentials(ours, caller)) as admin:
+        assert [worker.state for worker in (await admin.list_workers()).workers] == ["ready"]
+        await admin.drain_worker("w1")
+        await asyncio.wait_for(asyncio.shield(deployment.worker_run), 30)
+        await eventually(lambda: not deployment.gateway.fleet.sessions)
 
 
 async def test_the_command_line_shows_its_certificate(
