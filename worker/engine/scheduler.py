@@ -31,7 +31,6 @@ class StepCounts:
     """What happened while one step was scheduled."""
 
     admitted: list[Request] = field(default_factory=list)  # for the first time
-    resumed: list[Request] = field(default_factory=list)  # admitted again
     preempted: list[Request] = field(default_factory=list)
     first_chunk_waits_s: list[float] = field(default_factory=list)  # from arrival to this step
     num_decodes: int = 0  # rows of level 2 and 3
@@ -309,7 +308,6 @@ class Scheduler:
         insort(self.running, request, key=_arrival)
         self.step.num_hit_tokens += request.num_computed
         if request.num_preemptions:
-            self.step.resumed.append(request)
             request.num_waited_steps += self.num_steps - request.left_step
             self.step.num_recomputed_tokens += max(0, request.num_lost - request.num_computed)
         else:
