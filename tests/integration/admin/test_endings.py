@@ -1,0 +1,51 @@
+"""What is remembered of requests that ended with an error."""
+
+from __future__ import annotations
+
+import pytest
+
+from common.clock import SystemClock
+from common.errors import LimitExceededError, TidegateError
+from gateway.rpc.endings import Endings, WatchedCall
+
+
+def refuse(call: WatchedCall, late_id: str, error: TidegateError | None) -> None:
+    call.fleet_id = late_id or call.fleet_id
+    raise error or LimitExceededError("full")
+
+
+def fail(endings: Endings, fleet_id: str, error: TidegateError | None = None, late_id: str = "") -> None:
+    call = WatchedCall(fleet_id)
+    with pytest.raises(TidegateError), endings.noted(call):
+        refuse(call, late_id, error)
+
+
+def test_the_last_so_many_are_kept_and_the_latest_of_an_id_counts() -> None:
+    endings = Endings(SystemClock(), max_kept=2)
+    fail(endings, "acme/1")
+    fail(endings, "acme/2")
+    later = LimitExceededError("again")
+    fail(endings, "acme/1", later)
+    fail(endings, "acme/3")
+    assert len(endings) == 2
+    assert endings.find("acme/2") is None
+    found = endings.find("acme/1")
+    assert found is not None
+    assert found.error is later
+
+
+def test_a_good_end_forgets_an_earlier_bad_one() -> None:
+    endings = Endings(SystemClock())
+    fail(endings, "acme/1")
+    with endings.noted(WatchedCall("acme/1")):
+        pass
+    assert endings.find("acme/1") is None
+
+
+def test_the_id_may_come_later_and_none_or_a_monstrous_one_is_not_kept() -> None:
+    endings = Endings(SystemClock())
+    fail(endings, "", late_id="acme/late")
+    assert endings.find("acme/late") is not None
+    fail(endings, "")
+    fail(endings, "acme/" + "x" * 4_000_000)
+    assert len(endings) == 1
