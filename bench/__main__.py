@@ -7,6 +7,7 @@ import typer
 from bench.doctor.cli import doctor
 from bench.load.cli import load
 from bench.modes.cli import modes
+from bench.tune import tune
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -18,6 +19,7 @@ app = typer.Typer(
 app.command()(load)
 app.command()(modes)
 app.command()(doctor)
+app.command()(tune)
 
 
 @app.callback()

@@ -129,9 +129,9 @@ def _show(console: Console, workloads: Sequence[WorkloadFigures]) -> None:
         console.print()
         console.print(table(figures), highlight=False)
         if line := gain_line(figures):
-            console.print(line, highlight=False, style="bold")
+            console.print(line, highlight=False, markup=False, style="bold")
     console.print()
-    console.print(LEGEND, style="dim", highlight=False)
+    console.print(LEGEND, style="dim", highlight=False, markup=False)
 
 
 def _write(

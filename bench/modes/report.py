@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from rich.table import Table
+from rich.text import Text
 
 from bench.load.summary import Distribution
 from bench.modes.summary import ModeFigures, WorkloadFigures
@@ -26,7 +27,7 @@ COLUMNS = (
 
 def table(figures: WorkloadFigures) -> Table:
     """One workload on a terminal of 80 columns."""
-    result = Table(title=_title(figures), title_justify="left", box=None, padding=(0, 1, 0, 0))
+    result = Table(title=Text(_title(figures)), title_justify="left", box=None, padding=(0, 1, 0, 0))
     result.add_column(COLUMNS[0], no_wrap=True)
     for column in COLUMNS[1:]:
         result.add_column(column, justify="right", no_wrap=True)

@@ -40,6 +40,7 @@ def open_model(
     console: Console,
     *,
     block_size: int = 16,
+    max_num_batched_tokens: int = 512,
 ) -> OpenModel:
     """Loads, packs and warms up; no path is the default model.
 
@@ -51,6 +52,7 @@ def open_model(
         kv_cache_mib=kv_cache_mib,
         block_size=block_size,
         max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=max_num_batched_tokens,
         num_threads=num_threads,
     )
     torch.set_num_threads(num_threads)

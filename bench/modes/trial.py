@@ -202,6 +202,32 @@ class Server:
         trial.seconds = self._machine.now() - start_s
         return trial
 
+    def serve_users(self, num_users: int, on_end: Callable[[int], None] = lambda _num_ended: None) -> Trial:
+        """A closed loop: each of so many users sends the next request as soon as its answer has ended."""
+        trial = Trial(self._workload.name, self._setting, None)
+        jobs = iter(self._workload.jobs)
+        by_name: dict[str, Times] = {}
+        num_ended = 0
+        start_s = self._machine.now()
+        while True:
+            now_s = self._machine.now() - start_s
+            while self._engine.num_requests < num_users and (job := next(jobs, None)) is not None:
+                by_name[job.name] = Times(now_s, job.is_long)
+                self._submit(job, start_s + now_s)
+            if not self._engine.num_requests:
+                break
+            wake_s = self._wake_s(now_s, None)
+            if wake_s is not None:
+                self._machine.wait_until(start_s + wake_s)
+                continue
+            ended = self._step(trial, by_name, start_s)
+            if ended:
+                num_ended += ended
+                on_end(num_ended)
+        trial.times = list(by_name.values())
+        trial.seconds = self._machine.now() - start_s
+        return trial
+
     def _wake_s(self, now_s: float, next_s: float | None) -> float | None:
         """When there will be something to do; None: there is now."""
         if not self._engine.num_requests:
