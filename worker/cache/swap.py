@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import ctypes
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
+from torch import Tensor
 
 from worker.cache.host import Copy, CopyOrders
 from worker.cache.storage import KVStorage
@@ -21,8 +23,7 @@ _MEMORY = 16
 class BlockCopier:
     """A `Copier` over a KV storage; owns the host memory, and one thread for the copies beside steps.
 
-    The host memory is pinned where the cache is a GPU's; next to a cache in main memory it is taken page by page as
-    blocks are saved.
+    The system gives the host memory page by page, as blocks are saved.
     """
 
     def __init__(self, storage: KVStorage, num_slots: int, now: Callable[[], float] = time.perf_counter) -> None:
@@ -31,8 +32,7 @@ class BlockCopier:
             raise ValueError(f"num_slots is {num_slots}, at least 1 is needed")
         self._storage = storage
         self._now = now
-        example = storage.block(0)
-        self._host = torch.empty(num_slots, len(example), dtype=example.dtype, pin_memory=example.is_cuda)
+        self._host = torch.empty(num_slots, storage.layout.block_elements, dtype=storage.layout.dtype)
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="swap")
         self._aside: deque[tuple[Sequence[Copy], Future[float]]] = deque()  # in order of their ends
         self._block_s = min(self._save([Copy(0, 0)]) for _ in range(_PROBES))
@@ -77,18 +77,23 @@ class BlockCopier:
         """Copies blocks to the host; seconds per block."""
         started = self._now()
         for block_id, slot in copies:
-            self._host[slot].copy_(self._storage.block(block_id))
+            _copy(self._host[slot], self._storage.block(block_id))
         return (self._now() - started) / len(copies)
 
     def _load(self, copies: Sequence[Copy]) -> float:
         """Copies blocks from the host; seconds per block."""
         started = self._now()
         for block_id, slot in copies:
-            self._storage.block(block_id).copy_(self._host[slot])
+            _copy(self._storage.block(block_id), self._host[slot])
         return (self._now() - started) / len(copies)
 
     def _learn(self, block_s: float) -> None:
         self._block_s += (block_s - self._block_s) / _MEMORY
+
+
+def _copy(target: Tensor, source: Tensor) -> None:
+    """All bytes of a contiguous tensor in main memory, on this thread: torch wakes its others, which takes longer."""
+    ctypes.memmove(target.data_ptr(), source.data_ptr(), source.nbytes)
 
 
 def make_copier(storage: KVStorage, swap_mib: int) -> BlockCopier | None:
