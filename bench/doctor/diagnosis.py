@@ -21,6 +21,9 @@ KV_FULL = 0.8
 HELD_BACK = 0.05
 """Tenants' limits hold back what the fleet could serve if they refuse this share of the requests."""
 
+SMALL_CHUNK = 16
+"""Tokens. In pieces below this size a prompt pays for steps, not for tokens."""
+
 PATIENCE_S = 0.1
 """A mean wait in the queue from here on means that requests wait, even if none does at the moment of looking."""
 
@@ -127,21 +130,24 @@ def _is_memory_full(facts: Facts, bounds: Bounds) -> Answer:
 def _is_prefill_starved(facts: Facts, bounds: Bounds) -> Answer:
     figures = (
         f"{facts.tokens_per_step:.0f} of {bounds.max_num_batched_tokens} tokens were in a step of {_ms(facts.step_s)} "
-        f"(budget {_ms(bounds.step_budget_s)}), {facts.chunk_share:.0%} of them of prompts; a first chunk waited "
-        f"{_ms(facts.first_chunk_wait_s)} (aim {_ms(bounds.first_chunk_s)})"
+        f"(budget {_ms(bounds.step_budget_s)}), {facts.chunk_share:.0%} of them of prompts, in chunks of "
+        f"{facts.tokens_per_chunk:.0f}; a first chunk waited {_ms(facts.first_chunk_wait_s)} "
+        f"(aim {_ms(bounds.first_chunk_s)})"
     )
     has_room = not _slots_are_full(facts, bounds) and facts.referenced_share < KV_FULL and facts.num_chunks > 0
-    is_token_bound = facts.tokens_per_step >= FULL * bounds.max_num_batched_tokens
-    has_time = facts.step_s < FULL * bounds.step_budget_s
+    is_token_bound = (
+        facts.tokens_per_step >= FULL * bounds.max_num_batched_tokens and facts.step_s < FULL * bounds.step_budget_s
+    )
     is_late = facts.first_chunk_wait_s > bounds.first_chunk_s + facts.step_s
     is_crowded_out = is_late and facts.chunk_share < 0.5
-    applies = _is_busy(facts) and has_room and ((is_token_bound and has_time) or is_crowded_out)
-    if is_token_bound and has_time:
+    is_cut_up = facts.tokens_per_chunk < SMALL_CHUNK and facts.further_share > 0.5
+    applies = _is_busy(facts) and has_room and (is_token_bound or is_crowded_out or is_cut_up)
+    if is_token_bound:
         change = f"raise max_num_batched_tokens above {bounds.max_num_batched_tokens}: steps end before their time"
     else:
         change = (
-            f"raise step_budget_ms above {1e3 * bounds.step_budget_s:g}: decodes take the steps' time, "
-            "and prompts get what is left; or lower max_num_seqs"
+            f"raise step_budget_ms above {1e3 * max(bounds.step_budget_s, facts.step_s):.0f}: decodes and what every "
+            "step costs take the steps' time, and prompts get what is left; or lower max_num_seqs"
         )
     return Answer("Is prefill starved?", Cause.PREFILL, applies, figures, change)
 

@@ -37,6 +37,8 @@ class Facts:
     tokens_per_step: float
     chunk_share: float  # of the computed tokens, those of prompts (first and further chunks)
     num_chunks: float  # rows that computed a chunk
+    further_share: float  # of these, chunks after a request's first
+    tokens_per_chunk: float
     first_chunk_wait_s: float  # mean over requests, from arrival at the worker
     referenced_share: float  # of the KV blocks, those that somebody holds: mean of the two snapshots
     running: float  # mean of the two snapshots, as the two below
@@ -85,7 +87,8 @@ def derive(before: Snapshot, after: Snapshot) -> Facts:
     num_steps = worker("step_seconds_count")
     busy_s, num_tokens = worker("step_seconds_sum"), worker("step_tokens_sum")
     num_decodes = worker("step_rows_total", "decode") + worker("step_rows_total", "long_decode")
-    num_chunks = worker("step_rows_total", "first_chunk") + worker("step_rows_total", "further_chunk")
+    num_further = worker("step_rows_total", "further_chunk")
+    num_chunks = worker("step_rows_total", "first_chunk") + num_further
     limited = {reason: count for reason in LIMIT_REASONS if (count := gateway("rejected_total", reason)) > 0}
     return Facts(
         interval_s=interval_s,
@@ -96,6 +99,8 @@ def derive(before: Snapshot, after: Snapshot) -> Facts:
         tokens_per_step=_ratio(num_tokens, num_steps),
         chunk_share=_ratio(num_tokens - num_decodes, num_tokens),
         num_chunks=num_chunks,
+        further_share=_ratio(num_further, num_chunks),
+        tokens_per_chunk=_ratio(num_tokens - num_decodes, num_chunks),
         first_chunk_wait_s=_ratio(worker("first_chunk_wait_seconds_sum"), worker("first_chunk_wait_seconds_count")),
         referenced_share=between(_referenced_share),
         running=between(lambda snapshot: snapshot.worker_total("running")),

@@ -23,6 +23,8 @@ BUSY = Facts(
     tokens_per_step=50.0,
     chunk_share=0.3,
     num_chunks=40.0,
+    further_share=0.8,
+    tokens_per_chunk=75.0,
     first_chunk_wait_s=0.05,
     referenced_share=0.5,
     running=5.0,
@@ -56,6 +58,8 @@ BUSY = Facts(
         ({"tokens_per_step": 98.0, "num_chunks": 0.0}, Cause.COMPUTE),
         ({"first_chunk_wait_s": 0.5}, Cause.PREFILL),
         ({"first_chunk_wait_s": 0.5, "chunk_share": 0.7}, Cause.COMPUTE),
+        ({"tokens_per_chunk": 3.0}, Cause.PREFILL),
+        ({"tokens_per_chunk": 3.0, "further_share": 0.2}, Cause.COMPUTE),  # the prompts are short, not cut up
         ({"busy_share": 0.5, "limited": {"TOKEN_RATE": 20.0}}, Cause.RATE_LIMIT),
         ({"busy_share": 0.5, "limited": {"TOKEN_RATE": 1.0}}, Cause.IDLE),
         ({"limited": {"TOKEN_RATE": 20.0}}, Cause.COMPUTE),
@@ -67,7 +71,7 @@ def test_one_figure_decides(changes: dict[str, Any], cause: Cause) -> None:
 
 def test_the_step_budget_is_named_where_decodes_take_the_time() -> None:
     late = replace(BUSY, first_chunk_wait_s=0.5, step_s=0.06)
-    assert "step_budget_ms above 50" in judge(late, BOUNDS).found.change
+    assert "step_budget_ms above 60" in judge(late, BOUNDS).found.change
 
 
 def test_an_idle_device_with_a_queue_is_not_told_to_get_more_load() -> None:
@@ -92,6 +96,8 @@ amount = st.floats(0, 1000)
         tokens_per_step=st.floats(0, 100),
         chunk_share=share,
         num_chunks=amount,
+        further_share=share,
+        tokens_per_chunk=st.floats(0, 100),
         first_chunk_wait_s=share,
         referenced_share=share,
         running=amount,
