@@ -100,12 +100,14 @@ class Script:
 class Calls:
     """Runs each call to its end even if its caller is cancelled, so that no connection is left with an unread reply.
 
-    At most `max_running` run at once, the others wait their turn, in order, for at most `timeout_s`.
+    At most `max_running` run at once; the others wait their turn, in order, for as long as those before them get
+    answers: a crowd is not an outage. When one before them finds the store out of reach, all that wait are told so.
     """
 
-    def __init__(self, *, max_running: int, timeout_s: float) -> None:
+    def __init__(self, *, max_running: int) -> None:
         self._turns = asyncio.Semaphore(max_running)
-        self._timeout_s = timeout_s
+        self._num_outages = 0
+        self._is_out = False  # what the latest call found
         self._tasks: set[asyncio.Task[Any]] = set()
 
     def start(self, call: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
@@ -123,12 +125,18 @@ class Calls:
     async def run(self, script: Script, client: Redis, keys: Sequence[str], arguments: Sequence[Argument]) -> Any:
         """Runs a script when its turn comes. Raises UnavailableError(STORE_UNAVAILABLE)."""
         with store_errors():
-            async with asyncio.timeout(self._timeout_s):
-                await self._turns.acquire()
-            try:
-                return await script.run(client, keys, arguments)
-            finally:
-                self._turns.release()
+            num_outages = self._num_outages
+            async with self._turns:
+                if self._is_out and num_outages != self._num_outages:
+                    raise TimeoutError("those before it got no answer")
+                try:
+                    reply = await script.run(client, keys, arguments)
+                except _UNREACHABLE:
+                    self._num_outages += 1
+                    self._is_out = True
+                    raise
+                self._is_out = False
+                return reply
 
     async def close(self) -> None:
         """Waits for the calls that are under way; each is bounded by the client's timeouts."""

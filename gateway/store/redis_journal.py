@@ -24,7 +24,7 @@ class RedisJournal:
         self._keys = PoolKeys(pool)
         self._ttl_ms = round(ttl_s * 1000)
         self._client = connect(url, max_connections=_MAX_CONNECTIONS, timeout_s=_TIMEOUT_S)
-        self._calls = Calls(max_running=_MAX_CONNECTIONS, timeout_s=_TIMEOUT_S)
+        self._calls = Calls(max_running=_MAX_CONNECTIONS)
         self._scripts = {name: Script(name, ()) for name in _SCRIPTS}
 
     async def create(self, request_id: str, *, request: str, digest: str) -> int | None:

@@ -66,7 +66,7 @@ class RedisLedger:
         self._gateway_id = gateway_id
         self._max_records = max_records
         self._client = connect(url, max_connections=_MAX_CONNECTIONS, timeout_s=_TIMEOUT_S)
-        self._calls = Calls(max_running=_MAX_CONNECTIONS, timeout_s=_TIMEOUT_S)
+        self._calls = Calls(max_running=_MAX_CONNECTIONS)
         self._scripts = {name: Script(name, ()) for name in _SCRIPTS}
         self._opens = _Together(self._open)
         self._closes = _Together(self._close)

@@ -27,7 +27,7 @@ class LimiterSettings:
 
     lease_s: float = 10.0  # concurrency slots of a gateway that is gone come back after this long
     max_connections: int = 4
-    timeout_s: float = 5.0  # for connecting, for a connection's turn, and for each reply
+    timeout_s: float = 5.0  # for connecting, and for each reply
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +63,7 @@ class RedisLimiter:
         self._clock = clock
         self._uniform = uniform
         self._client = connect(url, max_connections=bounds.max_connections, timeout_s=bounds.timeout_s)
-        self._calls = Calls(max_running=bounds.max_connections, timeout_s=bounds.timeout_s)
+        self._calls = Calls(max_running=bounds.max_connections)
         self._scripts = {name: Script(name, _PRELUDES, read_script) for name in ("reserve", "settle", "renew")}
         self._running: dict[str, _Reservation] = {}  # by request id, reserved here and not settled
         self._unsettled: dict[str, tuple[str, int]] = {}  # request id -> tenant, tokens used: the store did not answer

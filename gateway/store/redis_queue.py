@@ -58,7 +58,7 @@ class QueueSettings:
     long_wait_s: float = 60.0  # after this long a request's turn may come by its wait, whatever its band and flow
     claims_per_long_wait: int = 32  # of so many claims, one goes to the longest wait if that is long
     max_connections: int = 8  # beside the one for the inbox
-    timeout_s: float = 5.0  # for connecting, for a connection's turn, and for each reply
+    timeout_s: float = 5.0  # for connecting, and for each reply
 
 
 class RedisQueue:
@@ -84,7 +84,7 @@ class RedisQueue:
         self._pool_keys = self._keys.pool_keys()
         bounds = self._settings
         self._client = connect(url, max_connections=bounds.max_connections, timeout_s=bounds.timeout_s)
-        self._calls = Calls(max_running=bounds.max_connections, timeout_s=bounds.timeout_s)
+        self._calls = Calls(max_running=bounds.max_connections)
         self._inbox = Inbox(url, self._keys.inbox(gateway_id), timeout_s=bounds.timeout_s)
         self._scripts = {name: Script(name, _PRELUDES, read_script) for name in _SCRIPT_NAMES}
         self._scripts["dispatch"] = Script("dispatch", (*_PRELUDES, "credit"), read_script)
