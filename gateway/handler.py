@@ -52,6 +52,7 @@ _Received = tuple[LiveRequest, Answer, list[TextDelta], Outcome | None]
 
 _CLOSE_WAIT_S = 1.0  # how long the last event of a stream waits for the store to forget the request
 _TAKEOVER_RETRY_S = 0.1
+_BEFORE_WORKER = (RequestState.RECEIVED, RequestState.ADMITTED, RequestState.QUEUED)
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +122,7 @@ class Handler:
         """A loop has crashed: refuses new requests, and ends those that may wait for it in vain. Streams go on."""
         self._refusal = _broken
         for live in self._dispatcher.live:
-            if live.lifecycle.state is RequestState.QUEUED:
+            if live.lifecycle.state in _BEFORE_WORKER:
                 live.end(failed(_broken()))
 
     def _check_open(self) -> None:
