@@ -297,7 +297,8 @@ def describe(plan: Plan, results: dict[str, list[Result]], busy: float) -> str:
     processes = "one process" if plan.processes == 1 else f"{plan.processes} processes"
     return "\n".join(
         [
-            f"{now}, {machine()}; other work on the machine took {busy:.1f} of its cores meanwhile.",
+            f"{now}, {machine()}. Just before, other work took {busy:.1f} of its cores, with a load average of "
+            f"{os.getloadavg()[2]:.0f}: what that work takes away is in every figure but CPU per token and admission.",
             f"{plan.num_streams} streams at {plan.rate:g} tokens/s each for {plan.seconds:g} s, {processes}, "
             f"worker batches of {plan.batch}; medians of {len(results[list(results)[-1]])} round(s).",
             "",
