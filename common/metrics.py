@@ -89,7 +89,7 @@ class WorkerMetrics:
         self.sessions = gauge("sessions", "Gateways connected")
         self.blocks = gauge("blocks", "KV blocks by state", "state")
         self.prompt_tokens = counter("prompt_tokens_total", "Prompt tokens of admitted requests")
-        self.prefix_hit_tokens = counter("prefix_hit_tokens_total", "Of these, found in the prefix cache")
+        self.prefix_hit_tokens = counter("prefix_hit_tokens_total", "Found in the prefix cache at admissions")
         self.output_tokens = counter("output_tokens_total", "Tokens generated")
         self.preemptions = counter("preemptions_total", "Running requests set back to waiting")
         self.yielded = counter("yielded_total", "Of these, long requests that made way for a newcomer")

@@ -276,6 +276,7 @@ class Engine:
             num_rows=len(batch.rows),
             num_tokens=batch.num_tokens,
             num_sampled=len(sampled) - sampled.count(None),
+            num_prompt_tokens=sum(request.num_prompt_tokens for request in step.admitted),
             num_hit_tokens=step.num_hit_tokens,
             num_preemptions=len(step.preempted),
             num_recomputed_tokens=step.num_recomputed_tokens,

@@ -51,6 +51,7 @@ class StepStats:
     num_rows: int  # requests in the batch
     num_tokens: int  # computed by the batch
     num_sampled: int  # output tokens made
+    num_prompt_tokens: int  # of requests admitted in this step for the first time
     num_hit_tokens: int  # found in the prefix cache by requests admitted in this step
     num_preemptions: int
     num_recomputed_tokens: int  # to be computed again by requests readmitted in this step
