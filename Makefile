@@ -18,7 +18,7 @@ PROTOC = PATH="$$PWD/$(BIN):$$PATH" $(BIN)/python -m grpc_tools.protoc -I.
 FREEZE = pip freeze --exclude-editable --exclude tidegate | sed -E 's/\+[A-Za-z0-9.]+$$//' | LC_ALL=C sort -f
 INSTALL = $(BIN)/python -m pip install --disable-pip-version-check -c requirements.lock
 
-.PHONY: help run demo bench-modes test check format protos protos-check up down lock clean
+.PHONY: help run demo bench-peers bench-modes test check format protos protos-check up down lock clean
 
 help:  ## List what can be made
 	@sed -nE 's/^([a-z-]+):.*## (.*)/  make \1\t\2/p' Makefile | expand -t 22
@@ -28,6 +28,9 @@ run: $(VENV)/.installed-run  ## Start redis, a worker and a gateway, show a firs
 
 demo: $(VENV)/.installed-run  ## Three tenants chat at once; a table closes it
 	@exec $(BIN)/python -m launcher demo $(ARGS)
+
+bench-peers: $(VENV)/.installed-dev  ## Our engine beside others on the same work; writes the table of docs/performance.md
+	$(BIN)/python -m bench.peers $(ARGS)
 
 bench-modes: $(VENV)/.installed-dev  ## The five batching modes on the same requests, side by side (ten minutes)
 	@exec $(BIN)/python -m bench modes $(ARGS)
