@@ -109,6 +109,7 @@ def run(
             index, request = waiting.popleft()
             sampling = SamplingParams(seed=0, max_tokens=request.num_output)
             engine.submit(SESSION, f"r{index}", 1, request.prompt, sampling)
+        executor.now_s += engine.pause_s  # a batch that gathers
         before = time.thread_time()
         stats = engine.step().stats
         usage.engine_s += time.thread_time() - before

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
+
 from bench.memory import AMPLE_TOKENS, run
 from bench.workload import Work, mixed
 from worker.engine.modes import MODES
@@ -14,6 +16,14 @@ def test_one_request_in_one_block_counts_its_own_slots() -> None:
     # After the steps: 6 and 7 tokens are known, 5 and 6 computed, 8 slots taken; after the last nothing is held.
     assert (usage.known_tokens, usage.computed_tokens, usage.slots) == (6 + 7, 5 + 6, 16)
     assert (usage.num_steps, usage.num_tokens) == (3, 7)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_every_mode_serves_a_few_requests(mode: str) -> None:
+    work = mixed(3)
+    usage = run(work, MODES[mode])
+    assert usage.num_tokens >= sum(len(request.prompt) + request.num_output - 1 for request in work)
+    assert 0 < usage.computed_tokens <= usage.known_tokens <= usage.slots
 
 
 def test_paged_blocks_leave_little_unused_and_smaller_ones_less() -> None:
