@@ -2,6 +2,7 @@
 
 from client.client import Client, ClientOptions
 from client.errors import ClientError
+from client.jobs import Job
 from client.types import (
     Accepted,
     Chat,
@@ -31,6 +32,7 @@ __all__ = [
     "Delta",
     "Event",
     "Finished",
+    "Job",
     "Message",
     "Model",
     "PositionLogprobs",

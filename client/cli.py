@@ -16,6 +16,7 @@ from client.admin_cli import admin
 from client.client import Client
 from client.connection import EXIT_FAILED, TLS_FILES, TlsFiles, connect, failures
 from client.conversation import Conversation, talk
+from client.jobs_cli import jobs
 from client.terminal import note, note_finished, write_answer, write_models
 from client.types import Chat, Delta, Finished, Message, Sampling, Text
 from common.types import Band
@@ -30,6 +31,7 @@ app = typer.Typer(
     "2 wrong usage, 3 nobody could serve it now (try again later), 130 interrupted.",
 )
 app.add_typer(admin, name="admin")
+app.add_typer(jobs, name="jobs")
 
 _T = TypeVar("_T")
 

@@ -13,10 +13,11 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from client.codec import to_completion, to_count_request, to_event, to_generate_request
 from client.errors import ClientError, from_rpc_error
+from client.jobs import Job, to_job
 from client.types import Chat, Completion, Event, Finished, Message, Model, Prompt, Sampling, Text, TokenCount
 from common.clock import Clock, SystemClock
 from common.types import Band
-from protos.inference.v1 import inference_pb2, inference_pb2_grpc
+from protos.inference.v1 import inference_pb2, inference_pb2_grpc, jobs_pb2, jobs_pb2_grpc
 
 SERVICE_NAME = "inference.v1.Inference"
 
@@ -91,6 +92,7 @@ class Client:
         else:
             self._channel = grpc.aio.secure_channel(address, credentials, options=options.to_grpc())
         self._stub = inference_pb2_grpc.InferenceStub(self._channel)
+        self._jobs = jobs_pb2_grpc.JobsStub(self._channel)
 
     async def __aenter__(self) -> Self:
         return self
@@ -229,6 +231,49 @@ class Client:
         """The models that can be asked for."""
         answer = await self._unary(self._stub.ListModels, inference_pb2.ListModelsRequest(), timeout_s)
         return [Model(each.name, each.context_length, each.vocab_size, each.num_workers) for each in answer.models]
+
+    async def submit_job(
+        self,
+        prompt: Prompt,
+        sampling: Sampling = _DEFAULT_SAMPLING,
+        *,
+        model: str = "",
+        job_id: str = "",
+        return_token_ids: bool = False,
+        idempotency_key: str = "",
+        timeout_s: float | None = None,
+    ) -> Job:
+        """Leave a request to be answered in the low band. The same `job_id` or key again is the same job."""
+        request = to_generate_request(
+            prompt,
+            sampling,
+            model=model,
+            request_id=job_id,
+            band=None,
+            return_token_ids=return_token_ids,
+            idempotency_key=idempotency_key,
+        )
+        submit = jobs_pb2.SubmitJobRequest(request=request)
+        return to_job((await self._unary(self._jobs.Submit, submit, timeout_s)).job)
+
+    async def get_job(self, job_id: str, *, timeout_s: float | None = None) -> Job:
+        """A job as it is now, with its result if it is done."""
+        return to_job((await self._unary(self._jobs.Get, jobs_pb2.GetJobRequest(job_id=job_id), timeout_s)).job)
+
+    async def list_jobs(self, *, timeout_s: float | None = None) -> list[Job]:
+        """All jobs that are kept, newest first, without results. `timeout_s` is for each page."""
+        jobs: list[Job] = []
+        token = ""
+        while True:
+            page = await self._unary(self._jobs.List, jobs_pb2.ListJobsRequest(page_token=token), timeout_s)
+            jobs.extend(map(to_job, page.jobs))
+            token = page.next_page_token
+            if not token:
+                return jobs
+
+    async def cancel_job(self, job_id: str, *, timeout_s: float | None = None) -> Job:
+        """End a job that has not ended; the job as it then is."""
+        return to_job((await self._unary(self._jobs.Cancel, jobs_pb2.CancelJobRequest(job_id=job_id), timeout_s)).job)
 
     async def health(self, service: str = SERVICE_NAME, *, timeout_s: float | None = 5.0) -> str:
         """SERVING, NOT_SERVING or SERVICE_UNKNOWN; needs no API key. An empty `service` is the whole server."""

@@ -22,6 +22,16 @@ class FinishReason(IntEnum):
     CANCELLED = 3
 
 
+class JobState(IntEnum):
+    """Where a job is; the last three are ends. Values equal the wire's."""
+
+    WAITING = 1
+    RUNNING = 2
+    DONE = 3
+    FAILED = 4
+    CANCELLED = 5
+
+
 class Reason(Enum):
     """Machine-readable cause of an error; names equal the wire's without their prefix."""
 

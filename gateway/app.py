@@ -24,14 +24,16 @@ from gateway.config import GatewaySettings
 from gateway.dispatcher import Dispatcher, DispatcherSettings
 from gateway.handler import Handler, HandlerSettings
 from gateway.housekeeper import Housekeeper, HousekeeperSettings
+from gateway.job_runner import JobRunner
 from gateway.placement.fleet import Fleet
 from gateway.prompts import PromptReader
 from gateway.resumption import Resumption
-from gateway.rpc import admin_service, fleet_service, inference_service
+from gateway.rpc import admin_service, fleet_service, inference_service, jobs_service
 from gateway.rpc.admin_service import AdminService, AdminSettings
 from gateway.rpc.dialer import WorkerDialer
 from gateway.rpc.endings import Endings
 from gateway.rpc.worker_session import SessionSettings
+from gateway.store.redis_jobs import RedisJobStore
 from gateway.store.redis_journal import RedisJournal
 from gateway.store.redis_ledger import RedisLedger
 from gateway.store.redis_limiter import LimiterSettings, RedisLimiter
@@ -105,7 +107,11 @@ class GatewayApp:
         )
         self._books = Bookkeeper(
             RedisLedger(
-                redis_url, pool=settings.pool, gateway_id=self.gateway_id, max_records=settings.ledger_max_records
+                redis_url,
+                pool=settings.pool,
+                gateway_id=self.gateway_id,
+                max_records=settings.ledger_max_records,
+                timeout_s=settings.store_timeout_s,
             ),
             self.dispatcher,
             self._store,
@@ -114,7 +120,9 @@ class GatewayApp:
             choose_id=lambda: random.randbytes(12).hex(),
         )
         self._resumption = Resumption(
-            RedisJournal(redis_url, pool=settings.pool, ttl_s=settings.journal_ttl_s),
+            RedisJournal(
+                redis_url, pool=settings.pool, ttl_s=settings.journal_ttl_s, timeout_s=settings.store_timeout_s
+            ),
             self.dispatcher,
             self.fleet,
             self._store,
@@ -158,12 +166,29 @@ class GatewayApp:
             ],
             random=random,
         )
+        jobs = RedisJobStore(
+            redis_url,
+            pool=settings.pool,
+            ttl_s=settings.job_ttl_s,
+            max_jobs=settings.max_jobs_per_tenant,
+            timeout_s=settings.store_timeout_s,
+        )
+        self._job_runner = JobRunner(
+            jobs,
+            self._handler,
+            tenants,
+            self._store,
+            jobs_service.JOB_CODEC,
+            num_at_once=settings.jobs_at_once,
+            lease_s=settings.heartbeat_ttl_s,
+        )
         self._credentials = server_credentials(settings)
         self._server = RpcServer(
             _server_options(settings),
             clock,
             {
                 inference_service.SERVICE_NAME: tenants.authenticate,
+                jobs_service.SERVICE_NAME: tenants.authenticate,
                 fleet_service.SERVICE_NAME: fleet_authenticator(settings.fleet_key),
                 admin_service.SERVICE_NAME: admin_authenticator(settings.admin_key),
             },
@@ -180,6 +205,10 @@ class GatewayApp:
         )
         announcements = fleet_service.FleetService(self.queue, ttl_s=settings.announce_ttl_s)
         self._server.add(inference_service.SERVICE_NAME, inference_service.register, inference)
+        job_desk = jobs_service.JobsService(
+            jobs, self._handler, self._store, choose_id=lambda: random.randbytes(12).hex()
+        )
+        self._server.add(jobs_service.SERVICE_NAME, jobs_service.register, job_desk)
         self._server.add(fleet_service.SERVICE_NAME, fleet_service.register, announcements)
         administration = AdminService(
             self.dispatcher,
@@ -210,12 +239,14 @@ class GatewayApp:
         self._housekeeper.start(self._background)
         self._books.start(self._background)
         self._resumption.start(self._background)
+        self._job_runner.start(self._background)
         self._dialer.start()
         _log.info("gateway_started", gateway_id=self.gateway_id, port=self.port, metrics_port=self.metrics_port)
 
     async def stop(self, drain_s: float | None = None) -> None:
         """Turns NOT_SERVING and refuses new requests, gives live ones `drain_s` seconds, leaves nothing behind."""
         await self._server.enter_drain()
+        await self._job_runner.stop()
         await self._handler.drain(self._settings.drain_s if drain_s is None else drain_s)
         await self._server.stop(_LAST_STEPS_S if self.dispatcher.live else 1.0)
         await self._background.finish_steps(_LAST_STEPS_S)
@@ -224,6 +255,7 @@ class GatewayApp:
         if self._metrics_server is not None:
             await asyncio.to_thread(self._metrics_server.close)
         await self._limiter.close()
+        await self._job_runner.close()
         await self._resumption.stop()
         await self._books.stop()
         try:
@@ -256,7 +288,8 @@ class GatewayApp:
             await self._server.set_serving([admin_service.SERVICE_NAME], is_serving=True)
             await self._server.set_serving([fleet_service.SERVICE_NAME], is_serving=is_well)
             is_serving = is_well and self.fleet.is_ready
-            await self._server.set_serving(["", inference_service.SERVICE_NAME], is_serving=is_serving)
+            names = ["", inference_service.SERVICE_NAME, jobs_service.SERVICE_NAME]
+            await self._server.set_serving(names, is_serving=is_serving)
             await self._changed.wait()
             self._changed.clear()
 

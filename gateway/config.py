@@ -72,6 +72,11 @@ class GatewaySettings(Settings):
     credit_output_tokens: int = Field(
         64, ge=1, description="output tokens for which blocks are reserved at dispatch, besides the prompt's"
     )
+    jobs_at_once: int = Field(
+        8, ge=0, description="jobs that this gateway works on at a time; 0: it leaves them to others"
+    )
+    job_ttl_s: float = Field(86_400.0, gt=0, description="seconds a job's result is kept after its end")
+    max_jobs_per_tenant: int = Field(10_000, ge=1, description="jobs that are kept for a tenant, ended ones included")
     journal_ttl_s: float = Field(
         600.0, gt=0, description="seconds a resumable answer is kept in the store after its last change"
     )

@@ -138,6 +138,11 @@ class Handler:
         """
         return self._serve(lambda: self._receive(tenant, call), deadline)
 
+    async def check(self, tenant: Tenant, call: GenerateCall) -> None:
+        """Raises what `generate` would for a call that cannot be served, or not by this gateway now."""
+        self._check_open()
+        await self._prepare(tenant, call)
+
     def resume(
         self, tenant: Tenant, request_id: str, offset: int, deadline: float | None
     ) -> AsyncGenerator[Event, None]:
@@ -286,6 +291,8 @@ class Handler:
         live.is_enqueued = True
         self._dispatcher.kick()
         await self._books.open(live)
+        if self._refusal is _broken:  # since it was received: nobody else ends it
+            raise _broken()
 
     async def _enqueue(self, live: LiveRequest, entry: QueueEntry) -> bool:
         """Enters the queue. A former run at another gateway leaves it first: it notices that it may not write any more,

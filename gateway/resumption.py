@@ -52,7 +52,7 @@ class Resumption:
         Raises DuplicateRequestError if there is one under its request id, InvalidRequestError if the key was used for
         another call.
         """
-        digest = _digest(call)
+        digest = digest_of(call)
         try:
             writer = await self._journal.create(live.fleet_id, request=_packed(live.request), digest=digest)
             if writer is not None:
@@ -139,7 +139,7 @@ def key_request_id(idempotency_key: str) -> str:
     return "key-" + hashlib.sha256(idempotency_key.encode()).hexdigest()[:40]
 
 
-def _digest(call: GenerateCall) -> str:
+def digest_of(call: GenerateCall) -> str:
     """Equal for equal wishes, whatever they are called."""
     content = replace(call, request_id="", idempotency_key="", is_resumable=True)
     return hashlib.sha256(repr(content).encode()).hexdigest()

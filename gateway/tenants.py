@@ -60,6 +60,10 @@ class Tenants:
         """Every tenant once, by id."""
         return sorted(set(self._by_key_hash.values()), key=lambda tenant: tenant.tenant_id)
 
+    def find(self, tenant_id: str) -> Tenant | None:
+        """The tenant of that id."""
+        return next((it for it in self._by_key_hash.values() if it.tenant_id == tenant_id), None)
+
     def replace(self, others: Tenants) -> None:
         """Becomes the others; calls that are authenticated already go on as they are."""
         self._by_key_hash = others._by_key_hash

@@ -190,3 +190,24 @@ class PoolKeys:
         """STREAM of passages: JSON {t: token ids, l: log probabilities, f: finish reason}. Added to by journal_append,
         expires with the journal."""
         return f"{self.prefix}passages:{request_id}"
+
+    # Jobs
+
+    @property
+    def jobs_due(self) -> str:
+        """ZSET "tenant/job id" -> time from which it may be run, or at which the lease of its run passes.
+
+        Added to by job_submit, changed by job_claim, job_renew and job_release, removed by job_finish and job_cancel.
+        """
+        return self.prefix + "jobs_due"
+
+    def job(self, tenant: str, job_id: str) -> str:
+        """HASH, state, request, digest, output_tokens, created_at, ended_at, runs: how many, the present one's number;
+        result, reason, message at its end. Written by the scripts of jobs; the request goes at its end, the rest
+        expires some time after it.
+        """
+        return f"{self.prefix}job:{tenant}/{job_id}"
+
+    def jobs(self, tenant: str) -> str:
+        """ZSET job id -> creation time. Added to by job_submit; job_list and job_submit remove what is forgotten."""
+        return f"{self.prefix}jobs:{tenant}"

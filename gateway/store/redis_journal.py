@@ -12,18 +12,18 @@ from gateway.store.connection import Argument, Calls, Script, connect, text
 from gateway.store.keys import PoolKeys
 
 _MAX_CONNECTIONS = 4
-_TIMEOUT_S = 5.0
+_TIMEOUT_S = 2.0
 _SCRIPTS = ("journal_create", "journal_adopt", "journal_append", "journal_forget", "journal_writer")
 
 
 class RedisJournal:
     """The `Journal` of a pool. Made without I/O; belongs to one event loop."""
 
-    def __init__(self, url: str, *, pool: str, ttl_s: float) -> None:
+    def __init__(self, url: str, *, pool: str, ttl_s: float, timeout_s: float = _TIMEOUT_S) -> None:
         """`ttl_s`: how long a journal is kept after its last change."""
         self._keys = PoolKeys(pool)
         self._ttl_ms = round(ttl_s * 1000)
-        self._client = connect(url, max_connections=_MAX_CONNECTIONS, timeout_s=_TIMEOUT_S)
+        self._client = connect(url, max_connections=_MAX_CONNECTIONS, timeout_s=timeout_s)
         self._calls = Calls(max_running=_MAX_CONNECTIONS)
         self._scripts = {name: Script(name, ()) for name in _SCRIPTS}
 

@@ -14,7 +14,7 @@ from gateway.store.connection import Argument, Calls, Script, connect
 from gateway.store.keys import PoolKeys
 
 _MAX_CONNECTIONS = 4
-_TIMEOUT_S = 5.0
+_TIMEOUT_S = 2.0
 _MAX_TOGETHER = 100
 _SCRIPTS = ("ledger_open", "ledger_note", "ledger_close", "ledger_reap", "ledger_leave")
 
@@ -58,14 +58,16 @@ class _Together:
 class RedisLedger:
     """The `Ledger` of one gateway. A record is taken from the hash and put into the stream in one script."""
 
-    def __init__(self, url: str, *, pool: str, gateway_id: str, max_records: int) -> None:
+    def __init__(
+        self, url: str, *, pool: str, gateway_id: str, max_records: int, timeout_s: float = _TIMEOUT_S
+    ) -> None:
         """`max_records`: the stream's length, beyond which the oldest records go."""
         keys = PoolKeys(pool)
         self._prefix = keys.prefix
         self._keys = [keys.ledger, keys.ledger_owners, keys.open_records(gateway_id), keys.prefix + "gateways"]
         self._gateway_id = gateway_id
         self._max_records = max_records
-        self._client = connect(url, max_connections=_MAX_CONNECTIONS, timeout_s=_TIMEOUT_S)
+        self._client = connect(url, max_connections=_MAX_CONNECTIONS, timeout_s=timeout_s)
         self._calls = Calls(max_running=_MAX_CONNECTIONS)
         self._scripts = {name: Script(name, ()) for name in _SCRIPTS}
         self._opens = _Together(self._open)

@@ -9,12 +9,12 @@ import pytest
 from google.protobuf.descriptor import EnumDescriptor, FileDescriptor
 
 from common import types
-from protos.inference.v1 import admin_pb2, fleet_pb2, inference_pb2, types_pb2, worker_pb2
+from protos.inference.v1 import admin_pb2, fleet_pb2, inference_pb2, jobs_pb2, types_pb2, worker_pb2
 from tests.architecture.source_tree import ROOT
 
 PROTO_DIR = ROOT / "protos" / "inference" / "v1"
 FILES: list[FileDescriptor] = [
-    module.DESCRIPTOR for module in (types_pb2, inference_pb2, worker_pb2, fleet_pb2, admin_pb2)
+    module.DESCRIPTOR for module in (types_pb2, inference_pb2, jobs_pb2, worker_pb2, fleet_pb2, admin_pb2)
 ]
 ENUMS: list[EnumDescriptor] = [enum for file in FILES for enum in file.enum_types_by_name.values()]
 

@@ -18,7 +18,15 @@ from common.types import Band
 from gateway.app import GatewayApp
 from gateway.config import GatewaySettings
 from gateway.tenants import Tenant, Tenants, hash_key
-from protos.inference.v1 import fleet_pb2, fleet_pb2_grpc, inference_pb2, inference_pb2_grpc, types_pb2
+from protos.inference.v1 import (
+    fleet_pb2,
+    fleet_pb2_grpc,
+    inference_pb2,
+    inference_pb2_grpc,
+    jobs_pb2,
+    jobs_pb2_grpc,
+    types_pb2,
+)
 from tests.support.scripted_worker import ScriptedWorker
 
 KEYS = {
@@ -91,6 +99,7 @@ class Client:
         own = ("grpc.use_local_subchannel_pool", 1)
         self.channel = grpc.aio.insecure_channel(f"127.0.0.1:{port}", options=[own, *options])
         self.stub = inference_pb2_grpc.InferenceStub(self.channel)
+        self.jobs = jobs_pb2_grpc.JobsStub(self.channel)
         self.metadata = () if key is None else (("authorization", f"Bearer {key}"),)
 
     def generate(self, request: inference_pb2.GenerateRequest | None = None, **kwargs: Any) -> Any:
@@ -109,6 +118,16 @@ class Client:
 
     async def call(self, method: str, request: Any, **kwargs: Any) -> Any:
         return await getattr(self.stub, method)(request, metadata=self.metadata, **{"timeout": 30, **kwargs})
+
+    async def job(self, method: str, **fields: Any) -> jobs_pb2.Job:
+        """What Submit, Get or Cancel answers."""
+        kinds = {
+            "Submit": jobs_pb2.SubmitJobRequest,
+            "Get": jobs_pb2.GetJobRequest,
+            "Cancel": jobs_pb2.CancelJobRequest,
+        }
+        answer = await getattr(self.jobs, method)(kinds[method](**fields), metadata=self.metadata, timeout=30)
+        return answer.job  # type: ignore[no-any-return]
 
     async def health(self, service: str = "") -> int:
         stub = health_pb2_grpc.HealthStub(self.channel)

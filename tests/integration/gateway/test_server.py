@@ -59,6 +59,7 @@ async def test_reflection_lists_the_services(rig: Rig) -> None:
         INFERENCE,
         FLEET,
         "inference.v1.Admin",
+        "inference.v1.Jobs",
         "grpc.health.v1.Health",
         "grpc.reflection.v1alpha.ServerReflection",
     }
