@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
+from typing import Any
 
 import pytest
 from redis.asyncio import Redis
@@ -37,9 +38,9 @@ async def test_those_that_wait_learn_of_an_outage_from_the_first(redis_url: str)
     tried: list[int] = []
 
     class Counted(Script):
-        async def run(self, *arguments: object) -> object:  # type: ignore[override]
+        async def run(self, client: Redis, keys: Sequence[str], arguments: Sequence[str | int]) -> Any:
             tried.append(1)
-            return await super().run(*arguments)  # type: ignore[arg-type]
+            return await super().run(client, keys, arguments)
 
     calls = Calls(max_running=1)
     counted = Counted("test", (), lambda _: "return 1")
