@@ -41,7 +41,7 @@ class Extent:
 
 
 FULL = Extent(30, (8, 16, 32), 1.0)
-QUICK = Extent(10, (8,), 0.5)
+QUICK = Extent(10, (4,), 0.5)
 
 
 def modes(
@@ -52,7 +52,7 @@ def modes(
     num_requests: Annotated[
         int | None, typer.Option("--num-requests", "-n", min=4, help="Requests of a mix; default 30, quick 10.")
     ] = None,
-    batch_sizes: Annotated[str, typer.Option(help="max_num_seqs that are tried; default 8,16,32, quick 8.")] = "",
+    batch_sizes: Annotated[str, typer.Option(help="max_num_seqs that are tried; default 8,16,32, quick 4.")] = "",
     kv_cache_mib: Annotated[int, typer.Option(min=8, help="Memory of the KV cache, the same for all modes.")] = 96,
     model: Annotated[Path | None, typer.Option(help="GGUF file or Hugging Face folder; else the default one.")] = None,
     dtype: Annotated[str, typer.Option(help="auto, bfloat16 or float32.")] = "auto",

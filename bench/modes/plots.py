@@ -41,7 +41,7 @@ def _throughput(axes: Axes, figures: WorkloadFigures) -> None:
     axes.set_xscale("log")
     axes.set_xticks(sizes, [str(size) for size in sizes])
     axes.minorticks_off()
-    axes.set_ylim(0, None)
+    axes.set_ylim(0, 1.1 * max(trial.output_rate for each in figures.modes for trial in each.saturated))
     axes.legend(fontsize=8, framealpha=0.85, edgecolor="none")
     _finish(axes, f"{figures.workload.name}: output tokens/s", "max_num_seqs (star: the best)")
 
@@ -66,7 +66,7 @@ def _shares(axes: Axes, figures: WorkloadFigures) -> None:
             axes.bar(position + shift, 100 * value, 0.38, color=_colour(each), alpha=alpha)
     axes.set_xticks(range(len(figures.modes)), [each.mode for each in figures.modes], fontsize=8)
     axes.set_ylim(0, 100)
-    _finish(axes, "pale: idle slots, %; full: KV pool that holds tokens, %", "")
+    _finish(axes, "pale: idle slots; dark: KV pool in use (%)", "")
 
 
 def _finish(axes: Axes, title: str, x_label: str) -> None:
