@@ -6,7 +6,9 @@ import asyncio
 from random import Random
 
 import pytest
+import redis
 
+from gateway.store.keys import PoolKeys
 from tests.integration.gateway.rig import Answer, Client, Rig, eventually, generate_request, read, reason_of
 from tests.support.scripted_worker import ScriptedWorker, text_of
 
@@ -14,7 +16,9 @@ NUM_TOKENS = 60
 
 
 @pytest.mark.parametrize("seed", [1, 2])
-async def test_every_stream_ends_right_whatever_happens(rig: Rig, seed: int) -> None:
+async def test_every_stream_ends_right_whatever_happens(
+    rig: Rig, seed: int, redis_client: redis.Redis, pool: str
+) -> None:
     random = Random(seed)
     workers = [
         await rig.worker(worker_id=f"w{number}", max_num_seqs=6, num_blocks=200, step_s=0.004) for number in range(3)
@@ -40,6 +44,12 @@ async def test_every_stream_ends_right_whatever_happens(rig: Rig, seed: int) -> 
     for worker in workers:
         await worker.wait_for(lambda worker=worker: not worker.running)  # type: ignore[misc]
     assert [depth.num_waiting for depth in await apps[0].queue.depths()] == [0, 0, 0]
+    entries = {fields["request_id"]: fields for _, fields in redis_client.xrange(PoolKeys(pool).ledger)}
+    assert len(entries) == redis_client.xlen(PoolKeys(pool).ledger), "each request is in the books once"
+    for _, answer in ended:
+        assert answer.accepted is not None
+        entry = entries[f"acme/{answer.accepted.request_id}"]
+        assert (entry["outcome"], entry["generated_tokens"]) == ("completed", str(NUM_TOKENS))
 
 
 async def _ask(client: Client, prompt: str, wait_s: float, random: Random) -> Answer | None:
