@@ -29,6 +29,8 @@ SIZES = (1, 2, 4, 8, 16, 32, 64)
 BUDGETS = (64, 128, 256, 512)
 BLOCK_SIZES = (8, 16, 32)
 BAR_WIDTH = 20
+MAX_DRIFT = 0.1
+"""By how much the first candidate may differ when it is measured again at the end, before the curve is in doubt."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,6 +152,12 @@ def curve(tried: Sequence[Measured], target: Target) -> Table:
     return table
 
 
+def drift(first: Measured, again: Measured) -> float:
+    """By what share the rate of the same candidate changed in the course of the search; other work is to blame."""
+    low, high = sorted((first.output_rate, again.output_rate))
+    return high / low - 1 if low else 0.0
+
+
 def advice(tried: Sequence[Measured], target: Target) -> str:
     """The recommended setting, ready to be pasted; or what is missing."""
     best = recommend(tried, target)
@@ -210,17 +218,18 @@ def tune(
         return figures(candidate, trial)
 
     tried: list[Measured] = []
-    is_whole = True
+    is_whole, changed = True, None
     try:
         for found in search(measure, target, grid, block_size=16):
             tried.append(found)
+        changed = drift(tried[0], measure(tried[0].candidate))
     except KeyboardInterrupt:
         is_whole = False
     except (OpenError, TrialError) as error:
         Console(stderr=True).print(f"bench: {error}", style="red", markup=False, highlight=False)
         raise typer.Exit(EXIT_FAILED) from error
     if tried:
-        _tell(console, tried, target, output, workload, is_whole=is_whole)
+        _tell(console, tried, target, output, workload, changed, is_whole=is_whole)
     if not is_whole:
         raise typer.Exit(EXIT_INTERRUPTED)
     if recommend(tried, target) is None:
@@ -228,7 +237,14 @@ def tune(
 
 
 def _tell(
-    console: Console, tried: Sequence[Measured], target: Target, output: Path | None, workload: str, *, is_whole: bool
+    console: Console,
+    tried: Sequence[Measured],
+    target: Target,
+    output: Path | None,
+    workload: str,
+    changed: float | None,
+    *,
+    is_whole: bool,
 ) -> None:
     path = output or Path(".local") / "bench" / f"tune-{datetime.now(UTC):%Y%m%d-%H%M%S}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -239,12 +255,16 @@ def _tell(
         "workload": workload,
         "target": asdict(target),
         "recommended": None if best is None else asdict(best),
+        "drift": changed,
         "tried": [asdict(each) for each in tried],
         "surroundings": surroundings(is_local=False),
     }
     write_json(path, document)
     console.print(curve(tried, target), highlight=False)
     console.print(advice(tried, target), style="bold", highlight=False)
+    if changed is not None and changed > MAX_DRIFT:
+        doubt = f"The first candidate, measured again at the end, differs by {changed:.0%}: the machine was not quiet."
+        console.print(f"{doubt} Search again.", style="yellow", highlight=False)
     console.print(f"written to {path}", highlight=False)
 
 

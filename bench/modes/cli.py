@@ -68,6 +68,8 @@ def modes(
     """
     if not no_plots and not can_draw():
         raise typer.BadParameter(MISSING_PICTURES)
+    if page and not PAGE.is_file():
+        raise typer.BadParameter(f"--page writes into {PAGE}, which is not here: run it in the project's folder")
     extent = QUICK if quick else FULL
     sizes = _sizes(batch_sizes) if batch_sizes else extent.batch_sizes
     extent = Extent(num_requests or extent.num_requests, sizes, extent.scale)

@@ -31,15 +31,20 @@ def test_tune_recommends_what_it_measured(folder: Path, tmp_path: Path) -> None:
     assert result.exit_code == 0, result.output
     document = json.loads(path.read_text())
     assert document["is_whole"]
+    assert document["drift"] >= 0
     assert document["recommended"] in document["tried"]
     best = document["recommended"]["candidate"]
     assert f"TIDEGATE_WORKER_MAX_NUM_SEQS={best['max_num_seqs']} " in result.output.replace("\n", " ")
     assert {each["candidate"]["block_size"] for each in document["tried"]} == {8, 16, 32}
 
 
-def test_modes_writes_figures_of_all_five(folder: Path, tmp_path: Path) -> None:
+def test_modes_writes_figures_of_all_five(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    page = tmp_path / "docs" / "performance.md"
+    page.parent.mkdir()
+    page.write_text("before\n<!-- begin modes -->\nNot measured yet.\n<!-- end modes -->\nafter\n")
     options = ["--model", str(folder), "--kv-cache-mib", "8", "--threads", "1", "-n", "5", "--batch-sizes", "2"]
-    result = run("modes", "--quick", *options, "-o", str(tmp_path))
+    result = run("modes", "--quick", "--page", *options, "-o", str(tmp_path))
     assert result.exit_code == 0, result.output
     document = json.loads((tmp_path / "modes.json").read_text())
     assert document["is_whole"]
@@ -48,6 +53,11 @@ def test_modes_writes_figures_of_all_five(folder: Path, tmp_path: Path) -> None:
         assert [mode["mode"] for mode in workload["modes"]] == ["static", "client", "continuous", "paged", "full"]
         assert all(mode["offered"]["completed"] == 5 for mode in workload["modes"])
     assert (tmp_path / "modes.png").read_bytes().startswith(b"\x89PNG")
+    written = page.read_text()
+    assert "Not measured yet" not in written
+    assert written.count("\n| full |") == 2
+    assert written.startswith("before\n")
+    assert written.endswith("after\n")
     assert "E[max of 2]/E[mean]" in " ".join(result.output.split())
 
 
@@ -78,9 +88,13 @@ def test_ctrl_c_keeps_what_was_measured(folder: Path, tmp_path: Path, monkeypatc
         (["modes", "--dtype", "int8"], "auto, bfloat16 and float32"),
         (["tune", "--ttft", "100", "--tpot", "10", "--workload", "none"], "short only, 30 % long"),
         (["tune", "--tpot", "10"], "--ttft"),
+        (["modes", "--page"], "run it in the project's folder"),
     ],
 )
-def test_wrong_usage_is_told_before_anything_is_loaded(arguments: list[str], said: str) -> None:
+def test_wrong_usage_is_told_before_anything_is_loaded(
+    arguments: list[str], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
     result = run(*arguments)
     assert result.exit_code == 2
     assert said in " ".join(result.output.replace("│", " ").split())

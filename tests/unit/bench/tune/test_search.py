@@ -11,7 +11,7 @@ from rich.console import Console
 from bench.levels import SimulatedMachine
 from bench.modes.trial import Server, Setting, Times, Trial
 from bench.modes.workloads import mix
-from bench.tune import Candidate, Grid, Measured, Target, advice, closest, curve, figures, recommend, search
+from bench.tune import Candidate, Grid, Measured, Target, advice, closest, curve, drift, figures, recommend, search
 from common.types import ModelLimits
 
 GRID = Grid()
@@ -111,3 +111,10 @@ def test_so_many_users_are_at_work_until_the_work_is_over(mode: str) -> None:
     assert starts[:4] == [0.0] * 4
     assert starts[4:] == ends[:12], "each end makes room for the next"
     assert trial.seconds == ends[-1]
+
+
+def test_a_machine_that_became_faster_or_slower_is_noticed() -> None:
+    first = model(Candidate(4, 512, 16))
+    faster = replace(first, output_rate=1.25 * first.output_rate)
+    assert drift(first, first) == 0
+    assert drift(first, faster) == drift(faster, first) == pytest.approx(0.25)
