@@ -48,7 +48,7 @@ def modes(
     trace: Annotated[Path | None, typer.Option(help="A trace to be served too (.csv, .jsonl).")] = None,
     rows: Annotated[str, typer.Option(help="Rows of the trace, START:END from 0; default: as many as a mix has.")] = "",
     trace_scale: Annotated[float, typer.Option(min=0.001, help="Multiplies the trace's lengths.")] = 0.2,
-    quick: Annotated[bool, typer.Option("--quick", help="A minute instead of ten: less of everything.")] = False,
+    quick: Annotated[bool, typer.Option("--quick", help="A minute or two instead of ten: less of everything.")] = False,
     num_requests: Annotated[
         int | None, typer.Option("--num-requests", "-n", min=4, help="Requests of a mix; default 30, quick 10.")
     ] = None,

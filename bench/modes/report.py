@@ -53,7 +53,8 @@ LEGEND = (
     "from that run. idle: slot time without a row in a step, no step: time in which nothing was computed, KV: token "
     "slots of the pool that held tokens, all in %; long done: long requests that had ended when the fastest mode had "
     "done everything. TTFT and E2E: from the scheduled arrival, in seconds, with requests that arrive at the same rate "
-    "in every mode."
+    "in every mode. static and client do the same when all come at once: where their tok/s differ, other work on the "
+    "machine is to blame, and so it may be for every other difference of that size."
 )
 
 
