@@ -75,7 +75,7 @@ class WorkerSettings(Settings):
         4, ge=0, description="first tokens of a sequence that stay visible besides kv_window_tokens, for stable answers"
     )
     swap_mib: int = Field(
-        256,
+        64,
         ge=0,
         description="MiB of host memory for what preempted requests had computed, mode full with prefix_cache; what "
         "does not fit is computed again; 0: none",
