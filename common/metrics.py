@@ -107,12 +107,12 @@ class WorkerMetrics:
         self.batch_size = histogram("batch_size", "Requests in a step", _BATCH)
         self.step_tokens = histogram("step_tokens", "Tokens computed in a step", _STEP_TOKENS)
 
-    def set_usage(self, usage: BlockUsage) -> None:
-        """Shows the pool's latest numbers."""
-        for state in ("empty", "cached", "referenced", "swapping"):
-            self.blocks.labels(state).set(getattr(usage, state))
-        self.running.set(usage.running)
-        self.waiting.set(usage.waiting)
+    def set_usage(self, *, running: int, waiting: int, **blocks: int) -> None:
+        """Shows the latest numbers of requests, and of KV blocks by state."""
+        for state, count in blocks.items():
+            self.blocks.labels(state).set(count)
+        self.running.set(running)
+        self.waiting.set(waiting)
 
 
 def _remove(metric: Gauge, *labels: str) -> None:

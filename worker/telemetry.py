@@ -9,12 +9,14 @@ from worker.engine.events import StepOutput
 def observe_step(metrics: WorkerMetrics, output: StepOutput, duration_s: float) -> None:
     """Counts one engine step."""
     stats = output.stats
-    metrics.running.set(stats.running)
-    metrics.waiting.set(stats.waiting)
-    metrics.blocks.labels("empty").set(stats.empty_blocks)
-    metrics.blocks.labels("cached").set(stats.cached_blocks)
-    metrics.blocks.labels("referenced").set(stats.referenced_blocks)
-    metrics.blocks.labels("swapping").set(stats.swapping_blocks)
+    metrics.set_usage(
+        running=stats.running,
+        waiting=stats.waiting,
+        empty=stats.empty_blocks,
+        cached=stats.cached_blocks,
+        referenced=stats.referenced_blocks,
+        swapping=stats.swapping_blocks,
+    )
     metrics.prompt_tokens.inc(stats.num_prompt_tokens)
     metrics.prefix_hit_tokens.inc(stats.num_hit_tokens)
     metrics.preemptions.inc(stats.num_preemptions)

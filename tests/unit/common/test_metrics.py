@@ -36,7 +36,7 @@ def test_a_worker_that_left_leaves_no_series() -> None:
 
 def test_a_workers_own_numbers() -> None:
     registry = CollectorRegistry()
-    WorkerMetrics(registry).set_usage(USAGE)
+    WorkerMetrics(registry).set_usage(running=7, waiting=6, empty=5, cached=4, referenced=3, swapping=2)
     shown = page(registry)
     for state, count in (("empty", 5), ("cached", 4), ("referenced", 3), ("swapping", 2)):
         assert f'tidegate_worker_blocks{{state="{state}"}} {count}.0' in shown

@@ -9,14 +9,12 @@ from prometheus_client import CollectorRegistry, generate_latest
 
 from bench.load.scrape import Endpoints, Timeline, combine, fetch, parse, watch
 from common.metrics import GatewayMetrics, MetricsServer, WorkerMetrics
-from common.types import BlockUsage
 
 
 def worker(running: int, preemptions: int = 0) -> CollectorRegistry:
     registry = CollectorRegistry()
     metrics = WorkerMetrics(registry)
-    usage = BlockUsage(1, empty=5, cached=3, referenced=2, swapping=0, running=running, waiting=1, free_slots=4)
-    metrics.set_usage(usage)
+    metrics.set_usage(running=running, waiting=1, empty=5, cached=3, referenced=2, swapping=0)
     metrics.preemptions.inc(preemptions)
     metrics.output_tokens.inc(70)
     return registry
