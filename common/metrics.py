@@ -106,6 +106,19 @@ class WorkerMetrics:
         self.step_time = histogram("step_seconds", "Duration of an engine step", _STEP_S)
         self.batch_size = histogram("batch_size", "Requests in a step", _BATCH)
         self.step_tokens = histogram("step_tokens", "Tokens computed in a step", _STEP_TOKENS)
+        self.max_num_seqs = gauge("max_num_seqs", "Requests in a step at most")
+        self.max_num_batched_tokens = gauge("max_num_batched_tokens", "Tokens in a step at most")
+        self.step_budget = gauge("step_budget_seconds", "A step's length while prompts are computed, mode full")
+        self.first_chunk = gauge("first_chunk_seconds", "A new request's wait until long ones make way, mode full")
+
+    def set_bounds(
+        self, *, max_num_seqs: int, max_num_batched_tokens: int, step_budget_s: float, first_chunk_s: float
+    ) -> None:
+        """Shows how the worker was started, so that the other numbers can be judged."""
+        self.max_num_seqs.set(max_num_seqs)
+        self.max_num_batched_tokens.set(max_num_batched_tokens)
+        self.step_budget.set(step_budget_s)
+        self.first_chunk.set(first_chunk_s)
 
     def set_usage(self, *, running: int, waiting: int, **blocks: int) -> None:
         """Shows the latest numbers of requests, and of KV blocks by state."""

@@ -67,6 +67,12 @@ class Worker:
         self._clock = clock or SystemClock()
         self._registry = CollectorRegistry()
         self._metrics = WorkerMetrics(self._registry)
+        self._metrics.set_bounds(
+            max_num_seqs=settings.max_num_seqs,
+            max_num_batched_tokens=settings.max_num_batched_tokens,
+            step_budget_s=settings.step_budget_ms / 1000,
+            first_chunk_s=settings.first_chunk_ms / 1000,
+        )
         # Milliseconds since 1970: later starts have larger epochs, and every script's numbers hold them exactly.
         self._identity = Identity(settings.worker_id, int(self._clock.time() * 1000))
         fleet_key = FleetKey(settings.fleet_key)

@@ -11,14 +11,11 @@ from rich.progress import track
 from rich.text import Text
 
 from bench.doctor.diagnosis import Diagnosis, diagnose
-from bench.doctor.facts import Bounds, FactsError
+from bench.doctor.facts import FactsError
 from bench.doctor.snapshot import ReadError, read
-from worker.config import WorkerSettings
 
 EXIT_FAILED = 1
 TICKS_PER_S = 4
-
-_WORKER = WorkerSettings.model_fields
 
 
 def doctor(
@@ -29,30 +26,17 @@ def doctor(
         list[str] | None, typer.Option(help="HOST:PORT of a gateway's; may be given more than once.")
     ] = None,
     interval: Annotated[float, typer.Option(min=0.5, help="Seconds between the two looks.")] = 10.0,
-    max_num_seqs: Annotated[int, typer.Option(min=1, help="As the workers were started.")] = _WORKER[
-        "max_num_seqs"
-    ].default,
-    max_num_batched_tokens: Annotated[int, typer.Option(min=1, help="As the workers were started.")] = _WORKER[
-        "max_num_batched_tokens"
-    ].default,
-    step_budget_ms: Annotated[float, typer.Option(min=0.001, help="As the workers were started.")] = _WORKER[
-        "step_budget_ms"
-    ].default,
-    first_chunk_ms: Annotated[float, typer.Option(min=0.0, help="As the workers were started.")] = _WORKER[
-        "first_chunk_ms"
-    ].default,
 ) -> None:
     """Find what limits a live deployment: six questions, the figures that answer them, and the setting to change.
 
     Look while the load is on. Exit status: 0 diagnosed, 1 failed, 2 wrong usage.
     """
     console = Console()
-    bounds = Bounds(max_num_seqs, max_num_batched_tokens, step_budget_ms / 1e3, first_chunk_ms / 1e3)
     try:
         before = read(worker, gateway or (), time.monotonic())
         _pause(interval, console)
         after = read(worker, gateway or (), time.monotonic())
-        diagnosis = diagnose(before, after, bounds)
+        diagnosis = diagnose(before, after)
     except (ReadError, FactsError) as error:
         Console(stderr=True).print(f"bench: {error}", style="red", markup=False, highlight=False)
         raise typer.Exit(EXIT_FAILED) from error

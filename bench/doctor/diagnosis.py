@@ -62,9 +62,9 @@ class Diagnosis:
         return next(answer for answer in self.answers if answer.applies)
 
 
-def diagnose(before: Snapshot, after: Snapshot, bounds: Bounds) -> Diagnosis:
+def diagnose(before: Snapshot, after: Snapshot) -> Diagnosis:
     """What limits the deployment in the time between two snapshots. Raises FactsError if they do not fit together."""
-    return judge(derive(before, after), bounds)
+    return judge(derive(before, after), Bounds.of(after))
 
 
 def judge(facts: Facts, bounds: Bounds) -> Diagnosis:
@@ -94,7 +94,7 @@ def _is_idle(facts: Facts, bounds: Bounds) -> Answer:
 
 def _has_too_few_slots(facts: Facts, bounds: Bounds) -> Answer:
     figures = (
-        f"{facts.rows_per_step:.1f} of {bounds.max_num_seqs} slots were in a step of {_ms(facts.step_s)} "
+        f"{facts.rows_per_step:.1f} of {bounds.max_num_seqs:.0f} slots were in a step of {_ms(facts.step_s)} "
         f"(budget {_ms(bounds.step_budget_s)}); {_waits(facts)}; "
         f"{facts.referenced_share:.0%} of the KV blocks were held"
     )
@@ -105,7 +105,9 @@ def _has_too_few_slots(facts: Facts, bounds: Bounds) -> Answer:
         and facts.referenced_share < KV_FULL
         and facts.step_s < bounds.step_budget_s
     )
-    change = f"raise max_num_seqs above {bounds.max_num_seqs}: memory and the steps' time leave room for more requests"
+    change = (
+        f"raise max_num_seqs above {bounds.max_num_seqs:.0f}: memory and the steps' time leave room for more requests"
+    )
     return Answer("Is max_num_seqs too small?", Cause.SLOTS, applies, figures, change)
 
 
@@ -129,9 +131,9 @@ def _is_memory_full(facts: Facts, bounds: Bounds) -> Answer:
 
 def _is_prefill_starved(facts: Facts, bounds: Bounds) -> Answer:
     figures = (
-        f"{facts.tokens_per_step:.0f} of {bounds.max_num_batched_tokens} tokens were in a step of {_ms(facts.step_s)} "
-        f"(budget {_ms(bounds.step_budget_s)}), {facts.chunk_share:.0%} of them of prompts, in chunks of "
-        f"{facts.tokens_per_chunk:.0f}; a first chunk waited {_ms(facts.first_chunk_wait_s)} "
+        f"{facts.tokens_per_step:.0f} of {bounds.max_num_batched_tokens:.0f} tokens were in a step of "
+        f"{_ms(facts.step_s)} (budget {_ms(bounds.step_budget_s)}), {facts.chunk_share:.0%} of them of prompts, "
+        f"in chunks of {facts.tokens_per_chunk:.0f}; a first chunk waited {_ms(facts.first_chunk_wait_s)} "
         f"(aim {_ms(bounds.first_chunk_s)})"
     )
     has_room = not _slots_are_full(facts, bounds) and facts.referenced_share < KV_FULL and facts.num_chunks > 0
@@ -143,7 +145,7 @@ def _is_prefill_starved(facts: Facts, bounds: Bounds) -> Answer:
     is_cut_up = facts.tokens_per_chunk < SMALL_CHUNK and facts.further_share > 0.5
     applies = _is_busy(facts) and has_room and (is_token_bound or is_crowded_out or is_cut_up)
     if is_token_bound:
-        change = f"raise max_num_batched_tokens above {bounds.max_num_batched_tokens}: steps end before their time"
+        change = f"raise max_num_batched_tokens above {bounds.max_num_batched_tokens:.0f}: steps end before their time"
     else:
         change = (
             f"raise step_budget_ms above {1e3 * max(bounds.step_budget_s, facts.step_s):.0f}: decodes and what every "

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from bench.doctor.snapshot import Snapshot
+from bench.doctor.snapshot import WORKER, Snapshot
 
 LIMIT_REASONS = ("REQUEST_RATE", "TOKEN_RATE", "CONCURRENCY", "DAILY_BUDGET")
 """Of refusals that a tenant's limits cause."""
@@ -17,12 +17,21 @@ class FactsError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """How each worker was started: its metrics do not say it."""
+    """How the workers were started; where they differ, the mean."""
 
-    max_num_seqs: int
-    max_num_batched_tokens: int
+    max_num_seqs: float
+    max_num_batched_tokens: float
     step_budget_s: float
     first_chunk_s: float
+
+    @classmethod
+    def of(cls, snapshot: Snapshot) -> Bounds:
+        """As the workers tell them. Raises FactsError if one does not."""
+        names = ("max_num_seqs", "max_num_batched_tokens", "step_budget_seconds", "first_chunk_seconds")
+        for name in names:
+            if not all(reading.has(WORKER + name) for reading in snapshot.workers):
+                raise FactsError(f"a worker does not tell its {name}: it runs another version of this program")
+        return cls(*(_ratio(snapshot.worker_total(name), len(snapshot.workers)) for name in names))
 
 
 @dataclass(frozen=True, slots=True)

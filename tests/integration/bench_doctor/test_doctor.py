@@ -27,7 +27,7 @@ from launcher.process import Child
 from tests.integration.gateway.rig import FLEET_KEY, Client, Rig, eventually, reason_of
 from tests.support.models import random_model, save_folder
 
-BOUNDS = Bounds(4, 64, 0.05, 0.1)
+MAX_NUM_SEQS, MAX_NUM_BATCHED_TOKENS = 4, 64
 A_MINUTE_S = 60.0
 
 
@@ -55,8 +55,8 @@ async def deployment(rig: Rig, tmp_path: Path) -> AsyncIterator[Deployment]:
         "dtype": "float32",
         "threads": "1",
         "kv_cache_mib": "2",
-        "max_num_seqs": str(BOUNDS.max_num_seqs),
-        "max_num_batched_tokens": str(BOUNDS.max_num_batched_tokens),
+        "max_num_seqs": str(MAX_NUM_SEQS),
+        "max_num_batched_tokens": str(MAX_NUM_BATCHED_TOKENS),
         "drain_s": "0.3",
     }
     env = {f"TIDEGATE_WORKER_{name.upper()}": value for name, value in settings.items()}
@@ -79,13 +79,16 @@ async def test_a_live_deployment_is_diagnosed(deployment: Deployment) -> None:
     first = await client.ask("hello", sampling={"max_tokens": 4})
     assert first.error is None
     after = await deployment.look(A_MINUTE_S)
-    found = diagnose(before, after, BOUNDS).found
+    found = diagnose(before, after).found
     assert found.cause is Cause.IDLE
+    bounds = Bounds.of(after)
+    assert (bounds.max_num_seqs, bounds.max_num_batched_tokens) == (MAX_NUM_SEQS, MAX_NUM_BATCHED_TOKENS)
+    assert (bounds.step_budget_s, bounds.first_chunk_s) == (0.05, 0.1), "the worker's defaults"
     assert "0.0 requests waited" in found.figures
 
     answers = await asyncio.gather(*(client.ask("hello", sampling={"max_tokens": 4}) for _ in range(8)))
     assert [reason_of(answer.error) for answer in answers if answer.error] == ["REQUEST_RATE"] * 6
-    found = diagnose(after, await deployment.look(2 * A_MINUTE_S), BOUNDS).found
+    found = diagnose(after, await deployment.look(2 * A_MINUTE_S)).found
     assert found.cause is Cause.RATE_LIMIT
     assert "refused 6 of 8 requests" in found.figures
     assert "requests_per_minute" in found.change

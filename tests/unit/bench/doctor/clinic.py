@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import asdict, dataclass
 
 from prometheus_client import CollectorRegistry, generate_latest
 
-from bench.doctor.facts import Bounds
 from bench.doctor.snapshot import Reading, Snapshot
 from bench.levels import SimulatedMachine
 from common.metrics import GatewayMetrics, WorkerMetrics
@@ -19,6 +19,17 @@ from worker.engine.modes import MODES
 from worker.engine.scheduler import Scheduler, SchedulerConfig
 from worker.telemetry import observe_step
 
+
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    """How a worker is started."""
+
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    step_budget_s: float
+    first_chunk_s: float
+
+
 Lengths = tuple[int, int]
 """Tokens of a prompt and of its answer."""
 
@@ -27,9 +38,9 @@ class Patient:
     """Serves so many users, each of whom asks again when the answer has ended, after a pause."""
 
     def __init__(self, bounds: Bounds, *, num_blocks: int = 4097, mode: str = "full") -> None:
-        self.bounds = bounds
         self._registry = CollectorRegistry()
         self._metrics = WorkerMetrics(self._registry)
+        self._metrics.set_bounds(**asdict(bounds))
         self._machine = SimulatedMachine(num_blocks)
         manager = CacheManager(BlockPool(num_blocks), 16, keyed_digest(b"clinic"), prefix_cache=True)
         config = SchedulerConfig(

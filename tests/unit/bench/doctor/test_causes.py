@@ -7,8 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from bench.doctor.diagnosis import Cause, Diagnosis, diagnose
-from bench.doctor.facts import Bounds
-from tests.unit.bench.doctor.clinic import FrontDesk, Lengths, Patient
+from tests.unit.bench.doctor.clinic import Bounds, FrontDesk, Lengths, Patient
 
 ROOMY = Bounds(max_num_seqs=64, max_num_batched_tokens=512, step_budget_s=0.05, first_chunk_s=0.1)
 WARM_UP_S, INTERVAL_S = 5.0, 20.0
@@ -19,7 +18,7 @@ def observe(patient: Patient, num_users: int, lengths: Lengths, pause_s: float =
     patient.live(WARM_UP_S, num_users, lengths, pause_s)
     before = patient.snapshot()
     patient.live(INTERVAL_S, num_users, lengths, pause_s)
-    return diagnose(before, patient.snapshot(), patient.bounds)
+    return diagnose(before, patient.snapshot())
 
 
 def slots(count: int) -> Bounds:
@@ -119,7 +118,7 @@ def test_limits_that_leave_the_device_idle_hold_back(reason: str, setting: str) 
     desk.metrics.requests.labels("normal", "completed").inc(12)
     desk.metrics.requests.labels("normal", "rejected").inc(30)
     desk.metrics.rejected.labels(reason).inc(30)
-    found = diagnose(before, patient.snapshot(desk.reading), ROOMY).found
+    found = diagnose(before, patient.snapshot(desk.reading)).found
     assert found.cause is Cause.RATE_LIMIT
     assert f"raise {setting} " in found.change
     assert "30 of 42 requests" in found.figures
@@ -132,4 +131,4 @@ def test_limits_that_protect_a_busy_device_are_not_the_cause() -> None:
     patient.live(INTERVAL_S, 20, (40, 60))
     desk.metrics.requests.labels("normal", "rejected").inc(30)
     desk.metrics.rejected.labels("REQUEST_RATE").inc(30)
-    assert diagnose(before, patient.snapshot(desk.reading), slots(4)).found.cause is Cause.SLOTS
+    assert diagnose(before, patient.snapshot(desk.reading)).found.cause is Cause.SLOTS

@@ -139,6 +139,17 @@ def test_figures_are_of_the_interval_alone_and_of_all_workers() -> None:
     assert facts.rows_per_step == pytest.approx(4.0)
 
 
+def test_bounds_are_what_the_workers_tell() -> None:
+    names = ("max_num_seqs", "max_num_batched_tokens", "step_budget_seconds", "first_chunk_seconds")
+    told = {f"tidegate_worker_{name}": value for name, value in zip(names, (32, 512, 0.05, 0.1), strict=True)}
+    larger = told | {"tidegate_worker_max_num_seqs": 64}
+    assert Bounds.of(snapshot(1.0, reading(**told))) == Bounds(32, 512, 0.05, 0.1)
+    assert Bounds.of(snapshot(1.0, reading(**told), reading(**larger))).max_num_seqs == 48
+    del larger["tidegate_worker_step_budget_seconds"]
+    with pytest.raises(FactsError, match="does not tell its step_budget_seconds"):
+        Bounds.of(snapshot(1.0, reading(**told), reading(**larger)))
+
+
 def test_snapshots_that_do_not_belong_together_are_refused() -> None:
     one = reading(tidegate_worker_preemptions_total=5)
     with pytest.raises(FactsError, match="before the first"):
