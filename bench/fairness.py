@@ -248,7 +248,6 @@ async def main(url: str, options: argparse.Namespace) -> None:
     settings = QueueSettings(
         claim_lease_s=HOUR_S,
         report_ttl_s=HOUR_S,
-        max_connections=1,
         long_wait_s=options.long_wait_s,
         claims_per_long_wait=options.claims_per_long_wait,
     )

@@ -52,9 +52,7 @@ async def main(url: str, options: argparse.Namespace) -> None:
         trace = read_trace(options.trace, None)
         paid = make_paid(trace, options.requests, options.per_s, Random(options.seed))
         flood = [] if headroom is None else [replace(request, client="batch", arrival_s=0.0) for request in trace]
-        settings = QueueSettings(
-            claim_lease_s=HOUR_S, report_ttl_s=HOUR_S, max_connections=1, low_headroom=headroom or 0.0
-        )
+        settings = QueueSettings(claim_lease_s=HOUR_S, report_ttl_s=HOUR_S, low_headroom=headroom or 0.0)
         await FloodReplay(url, Speed(), is_fair=True, settings=settings).run([*paid, *flood])
         ordered = sorted(request.first_token_s - request.arrival_s for request in paid)
         everything = [*paid, *flood]

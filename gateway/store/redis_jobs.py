@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import asyncio
 from base64 import b64decode, b64encode
 from typing import Any
 
 from common.errors import LimitExceededError
 from common.types import JobState, Reason
 from gateway.jobs import Job, JobEnd, JobRun
-from gateway.store.connection import Argument, Calls, Script, connect, text
+from gateway.store.connection import Argument, Link, Script, text
 from gateway.store.keys import PoolKeys
 
-_MAX_CONNECTIONS = 2
 _TIMEOUT_S = 2.0
 _SCRIPTS = ("submit", "get", "list", "cancel", "claim", "renew", "release", "finish")
 _FIELDS = (
@@ -36,8 +34,7 @@ class RedisJobStore:
         self._keys = PoolKeys(pool)
         self._ttl_ms = round(ttl_s * 1000)
         self._max_jobs = max_jobs
-        self._client = connect(url, max_connections=_MAX_CONNECTIONS, timeout_s=timeout_s)
-        self._calls = Calls(max_running=_MAX_CONNECTIONS)
+        self._link = Link(url, timeout_s=timeout_s)
         self._scripts = {name: Script(f"job_{name}", ("job_common",)) for name in _SCRIPTS}
 
     async def submit(self, tenant: str, job_id: str, request: bytes, digest: str) -> bool:
@@ -98,14 +95,10 @@ class RedisJobStore:
 
     async def close(self) -> None:
         """Closes connections once the calls under way have ended."""
-        await self._calls.close()
-        await self._client.aclose()
+        await self._link.close()
 
     async def _run(self, name: str, *arguments: Argument) -> Any:
-        keys, arguments = [self._keys.jobs_due], (self._keys.prefix, *arguments)
-        return await asyncio.shield(
-            self._calls.start(self._calls.run(self._scripts[name], self._client, keys, arguments))
-        )
+        return await self._link.send(self._scripts[name], [self._keys.jobs_due], (self._keys.prefix, *arguments))
 
 
 def _job(tenant: str, job_id: str, values: Any) -> Job:

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from typing import Any
 
 from common.types import FinishReason, PositionLogprobs, TokenLogprob
 from gateway.journal import Adopted, Passage
-from gateway.store.connection import Argument, Calls, Script, connect, text
+from gateway.store.connection import Argument, Link, Script, text
 from gateway.store.keys import PoolKeys
 
-_MAX_CONNECTIONS = 4
 _TIMEOUT_S = 2.0
 _SCRIPTS = ("journal_create", "journal_adopt", "journal_append", "journal_forget", "journal_writer")
 
@@ -23,8 +21,7 @@ class RedisJournal:
         """`ttl_s`: how long a journal is kept after its last change."""
         self._keys = PoolKeys(pool)
         self._ttl_ms = round(ttl_s * 1000)
-        self._client = connect(url, max_connections=_MAX_CONNECTIONS, timeout_s=timeout_s)
-        self._calls = Calls(max_running=_MAX_CONNECTIONS)
+        self._link = Link(url, timeout_s=timeout_s)
         self._scripts = {name: Script(name, ()) for name in _SCRIPTS}
 
     async def create(self, request_id: str, *, request: str, digest: str) -> int | None:
@@ -57,13 +54,11 @@ class RedisJournal:
 
     async def close(self) -> None:
         """Closes connections once the calls under way have ended."""
-        await self._calls.close()
-        await self._client.aclose()
+        await self._link.close()
 
     async def _run(self, name: str, request_id: str, *arguments: Argument) -> Any:
         keys = [self._keys.journal(request_id), self._keys.passages(request_id)]
-        call = self._calls.run(self._scripts[name], self._client, keys, (self._ttl_ms, *arguments))
-        return await asyncio.shield(self._calls.start(call))
+        return await self._link.send(self._scripts[name], keys, (self._ttl_ms, *arguments))
 
 
 def _packed(passage: Passage) -> str:

@@ -10,10 +10,9 @@ from typing import Any
 
 from common.errors import UnavailableError
 from gateway.ledger import UsageRecord
-from gateway.store.connection import Argument, Calls, Script, connect
+from gateway.store.connection import Argument, Link, Script
 from gateway.store.keys import PoolKeys
 
-_MAX_CONNECTIONS = 4
 _TIMEOUT_S = 2.0
 _MAX_TOGETHER = 100
 _SCRIPTS = ("ledger_open", "ledger_note", "ledger_close", "ledger_reap", "ledger_leave")
@@ -67,8 +66,7 @@ class RedisLedger:
         self._keys = [keys.ledger, keys.ledger_owners, keys.open_records(gateway_id), keys.prefix + "gateways"]
         self._gateway_id = gateway_id
         self._max_records = max_records
-        self._client = connect(url, max_connections=_MAX_CONNECTIONS, timeout_s=timeout_s)
-        self._calls = Calls(max_running=_MAX_CONNECTIONS)
+        self._link = Link(url, timeout_s=timeout_s)
         self._scripts = {name: Script(name, ()) for name in _SCRIPTS}
         self._opens = _Together(self._open)
         self._closes = _Together(self._close)
@@ -101,15 +99,13 @@ class RedisLedger:
 
     async def leave(self) -> None:
         """Forgets this gateway unless it has open records, and closes connections. See `Ledger.leave`."""
-        await self._calls.close()
         try:
             await self._run("ledger_leave", self._gateway_id)
         finally:
-            await self._client.aclose()
+            await self._link.close()
 
     async def _run(self, name: str, *arguments: Argument) -> Any:
-        call = self._calls.run(self._scripts[name], self._client, self._keys, arguments)
-        return await asyncio.shield(self._calls.start(call))
+        return await self._link.send(self._scripts[name], self._keys, arguments)
 
 
 def _flat(record: UsageRecord) -> list[Argument]:

@@ -13,7 +13,7 @@ from common.errors import LimitExceededError, QuotaViolation, UnavailableError
 from common.types import Reason
 from gateway.admission.limiter import Cost
 from gateway.admission.limits import Remaining, TenantLimits
-from gateway.store.connection import Argument, Calls, Script, connect, microseconds, read_script, text
+from gateway.store.connection import Argument, Link, Script, microseconds, read_script, text
 from gateway.store.keys import PoolKeys
 
 _PRELUDES = ("clock", "common", "limits")
@@ -26,7 +26,6 @@ class LimiterSettings:
     """Bounds of the limiter; all gateways of a pool should use the same."""
 
     lease_s: float = 10.0  # concurrency slots of a gateway that is gone come back after this long
-    max_connections: int = 4
     timeout_s: float = 5.0  # for connecting, and for each reply
 
 
@@ -62,8 +61,7 @@ class RedisLimiter:
         self._pool_keys = self._keys.pool_keys()
         self._clock = clock
         self._uniform = uniform
-        self._client = connect(url, max_connections=bounds.max_connections, timeout_s=bounds.timeout_s)
-        self._calls = Calls(max_running=bounds.max_connections)
+        self._link = Link(url, timeout_s=bounds.timeout_s)
         self._scripts = {name: Script(name, _PRELUDES, read_script) for name in ("reserve", "settle", "renew")}
         self._running: dict[str, _Reservation] = {}  # by request id, reserved here and not settled
         self._unsettled: dict[str, tuple[str, int]] = {}  # request id -> tenant, tokens used: the store did not answer
@@ -73,11 +71,11 @@ class RedisLimiter:
 
     async def reserve(self, tenant: str, request_id: str, cost: Cost, limits: TenantLimits) -> Remaining:
         """Takes the whole cost, or raises LimitExceededError and writes nothing. See `Limiter.reserve`."""
-        task = self._calls.start(self._reserve(tenant, request_id, cost, limits))
+        task = self._link.start(self._reserve(tenant, request_id, cost, limits))
         try:
             return await asyncio.shield(task)
         except asyncio.CancelledError:
-            self._calls.start(self._withdraw(task, tenant, request_id))
+            self._link.start(self._withdraw(task, tenant, request_id))
             raise
 
     async def _reserve(self, tenant: str, request_id: str, cost: Cost, limits: TenantLimits) -> Remaining:
@@ -172,16 +170,13 @@ class RedisLimiter:
 
     async def close(self) -> None:
         """Closes connections. What is reserved stays so until its leases expire."""
-        await self._calls.close()
-        await self._client.aclose()
+        await self._link.close()
 
     async def _shielded(self, call: Any) -> Any:
-        return await asyncio.shield(self._calls.start(call))
+        return await asyncio.shield(self._link.start(call))
 
     async def _run(self, name: str, *arguments: Argument) -> Any:
-        return await self._calls.run(
-            self._scripts[name], self._client, self._pool_keys, (self._keys.prefix, *arguments)
-        )
+        return await self._link.send(self._scripts[name], self._pool_keys, (self._keys.prefix, *arguments))
 
 
 def _or_none(limit: int | None) -> int:

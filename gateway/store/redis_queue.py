@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 from common.errors import DuplicateRequestError, LimitExceededError, QuotaViolation, UnavailableError
 from common.types import Band
 from gateway.queueing.queue import Claim, Flow, InboxMessage, Place, QueueDepth, QueueEntry, WorkerRecord, WorkerReport
-from gateway.store.connection import Argument, Calls, Script, connect, microseconds, read_script, text
+from gateway.store.connection import Argument, Link, Script, microseconds, read_script, text
 from gateway.store.inbox import Inbox
 from gateway.store.keys import PoolKeys
 
-T = TypeVar("T")
 _SCRIPT_NAMES = (
     "enqueue",
     "requeue",
@@ -57,7 +56,6 @@ class QueueSettings:
     max_owed_tokens: int = 20_000  # weighted tokens of its share that a band can save up
     long_wait_s: float = 60.0  # after this long a request's turn may come by its wait, whatever its band and flow
     claims_per_long_wait: int = 32  # of so many claims, one goes to the longest wait if that is long
-    max_connections: int = 8  # beside the one for the inbox
     timeout_s: float = 5.0  # for connecting, and for each reply
 
 
@@ -83,8 +81,7 @@ class RedisQueue:
         self._keys = PoolKeys(pool)
         self._pool_keys = self._keys.pool_keys()
         bounds = self._settings
-        self._client = connect(url, max_connections=bounds.max_connections, timeout_s=bounds.timeout_s)
-        self._calls = Calls(max_running=bounds.max_connections)
+        self._link = Link(url, timeout_s=bounds.timeout_s)
         self._inbox = Inbox(url, self._keys.inbox(gateway_id), timeout_s=bounds.timeout_s)
         self._scripts = {name: Script(name, _PRELUDES, read_script) for name in _SCRIPT_NAMES}
         self._scripts["dispatch"] = Script("dispatch", (*_PRELUDES, "credit"), read_script)
@@ -96,16 +93,16 @@ class RedisQueue:
 
     async def enqueue(self, entry: QueueEntry, *, max_length: int, max_of_tenant: int | None = None) -> None:
         """Adds a request at the end of its flow. See `Queue.enqueue`; the caller must not finish a duplicate."""
-        task = self._calls.start(self._enqueue(entry, max_length, max_of_tenant))
+        task = self._link.start(self._enqueue(entry, max_length, max_of_tenant))
         try:
             await asyncio.shield(task)
         except asyncio.CancelledError:
-            self._calls.start(self._withdraw(task, entry.request_id))
+            self._link.start(self._withdraw(task, entry.request_id))
             raise
 
     async def _enqueue(self, entry: QueueEntry, max_length: int, max_of_tenant: int | None) -> int:
         try:
-            arrival: int = await self._script(
+            arrival: int = await self._run(
                 "enqueue",
                 entry.request_id,
                 entry.owner,
@@ -179,12 +176,12 @@ class RedisQueue:
 
     async def finish(self, request_id: str) -> bool:
         """Removes every trace of a request of this gateway. See `Queue.finish`."""
-        return await self._shielded(self._finish(request_id, ""))
+        return await asyncio.shield(self._link.start(self._finish(request_id, "")))
 
     async def _finish(self, request_id: str, arrival: str) -> bool:
         self._live.discard(request_id)
         try:
-            return bool(await self._script("finish", request_id, self._gateway_id, arrival))
+            return bool(await self._run("finish", request_id, self._gateway_id, arrival))
         except UnavailableError:
             self._doubtful.add(request_id)
             raise
@@ -247,23 +244,15 @@ class RedisQueue:
 
     async def close(self) -> None:
         """Removes this gateway's own keys, and requests if any are left, and closes connections."""
-        await self._calls.close()
+        await self._link.finish_steps()
         try:
             await self._run("leave", self._gateway_id)
         finally:
             await self._inbox.close()
-            await self._client.aclose()
+            await self._link.close()
 
     async def _run(self, name: str, *arguments: Argument) -> Any:
-        return await self._shielded(self._script(name, *arguments))
-
-    async def _shielded(self, call: Coroutine[Any, Any, T]) -> T:
-        return await asyncio.shield(self._calls.start(call))
-
-    async def _script(self, name: str, *arguments: Argument) -> Any:
-        return await self._calls.run(
-            self._scripts[name], self._client, self._pool_keys, (self._keys.prefix, *arguments)
-        )
+        return await self._link.send(self._scripts[name], self._pool_keys, (self._keys.prefix, *arguments))
 
 
 def _report_arguments(report: WorkerReport) -> list[Argument]:

@@ -1,17 +1,19 @@
-"""Who waits for a turn at the store, and for how long."""
+"""Many callers on one connection: order, crowds, outages, cancelled callers."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
-from typing import Any
+from collections.abc import AsyncIterator
 
 import pytest
-from redis.asyncio import Redis
+from redis.exceptions import ResponseError
 
 from common.errors import UnavailableError
+from common.local_redis import LocalRedis
 from common.types import Reason
-from gateway.store.connection import Calls, Script, connect
+from gateway.store.connection import Link, Script
+
+ECHO = "return ARGV[1]"
 
 
 def script(source: str) -> Script:
@@ -19,35 +21,63 @@ def script(source: str) -> Script:
 
 
 @pytest.fixture
-async def client(redis_url: str) -> AsyncIterator[Redis]:
-    client = connect(redis_url, max_connections=2, timeout_s=0.3)
-    yield client
-    await client.aclose()
+async def link(redis_url: str) -> AsyncIterator[Link]:
+    link = Link(redis_url, timeout_s=0.5)
+    yield link
+    await link.close()
 
 
-async def test_a_crowd_waits_longer_than_any_reply_may_take(client: Redis) -> None:
+async def test_a_crowd_waits_longer_than_any_reply_may_take(link: Link) -> None:
     """Each call is quick, all of them together take far longer than the time in which the store counts as lost."""
-    calls = Calls(max_running=2)
     busy = script("local n = 0 for i = 1, 1000000 do n = n + i end return n")
-    replies = await asyncio.gather(*(calls.run(busy, client, [], []) for _ in range(150)))
+    size = "x" * 1000  # as large as real calls: the server answers all that it has read at once together
+    replies = await asyncio.gather(*(link.send(busy, [], [size]) for _ in range(150)))
     assert len(set(replies)) == 1
 
 
-async def test_those_that_wait_learn_of_an_outage_from_the_first(redis_url: str) -> None:
-    nobody = connect("redis://127.0.0.1:1/0", max_connections=1, timeout_s=0.3)
-    tried: list[int] = []
+async def test_everybody_gets_the_reply_of_its_own_call(link: Link) -> None:
+    """Also where the server does not know the script yet, so that some calls are sent twice and answered later."""
+    echo, fails = script(ECHO + " -- everybody"), script("return redis.error_reply('no ' .. ARGV[1])")
+    calls = [link.send(fails if number % 3 == 0 else echo, [], [number]) for number in range(60)]
+    for number, reply in enumerate(await asyncio.gather(*calls, return_exceptions=True)):
+        if number % 3 == 0:
+            assert isinstance(reply, ResponseError)
+            assert str(reply) == f"no {number}"
+        else:
+            assert reply == str(number).encode()
 
-    class Counted(Script):
-        async def run(self, client: Redis, keys: Sequence[str], arguments: Sequence[str | int]) -> Any:
-            tried.append(1)
-            return await super().run(client, keys, arguments)
 
-    calls = Calls(max_running=1)
-    counted = Counted("test", (), lambda _: "return 1")
-    results = await asyncio.gather(*(calls.run(counted, nobody, [], []) for _ in range(50)), return_exceptions=True)
+async def test_the_reply_of_a_cancelled_call_reaches_nobody_else(link: Link) -> None:
+    echo = script(ECHO + " -- cancelled")
+    await link.send(echo, [], ["known"])
+    calls = [asyncio.ensure_future(link.send(echo, [], [number])) for number in range(20)]
+    for call in calls[::2]:
+        call.cancel()
+    assert await asyncio.gather(*calls[1::2]) == [str(number).encode() for number in range(1, 20, 2)]
+
+
+async def test_all_that_wait_learn_of_an_outage_at_once() -> None:
+    link = Link("redis://127.0.0.1:1/0", timeout_s=5.0)
+    results = await asyncio.gather(*(link.send(script(ECHO), [], [1]) for _ in range(50)), return_exceptions=True)
     assert all(isinstance(each, UnavailableError) and each.reason is Reason.STORE_UNAVAILABLE for each in results)
-    assert len(tried) == 1
-    with pytest.raises(UnavailableError):
-        await calls.run(counted, nobody, [], [])
-    assert len(tried) == 2, "who comes after the outage was seen tries for itself"
-    await nobody.aclose()
+    await link.close()
+
+
+async def test_closing_waits_for_what_was_sent(redis_url: str) -> None:
+    link = Link(redis_url, timeout_s=5.0)
+    first, last = (link.send(script(ECHO), [], [number]) for number in (1, 2))
+    last.cancel()
+    await link.close()
+    assert first.result() == b"1"
+
+
+async def test_after_a_broken_connection_the_next_call_makes_another(tmp_path_factory: pytest.TempPathFactory) -> None:
+    with LocalRedis(tmp_path_factory.mktemp("redis")) as server:
+        link = Link(server.url, timeout_s=5.0)
+        for number in range(3):
+            assert await link.send(script(ECHO), [], [number]) == str(number).encode()
+            server.stop()
+            with pytest.raises(UnavailableError):
+                await link.send(script(ECHO), [], [number])
+            server.start()
+        await link.close()

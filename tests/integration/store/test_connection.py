@@ -25,7 +25,7 @@ from tests.support.redis import request_keys
 
 @pytest_asyncio.fixture
 async def queue(redis_url: str, pool: str) -> AsyncIterator[RedisQueue]:
-    made = RedisQueue(redis_url, pool=pool, gateway_id="g1", settings=QueueSettings(max_connections=2))
+    made = RedisQueue(redis_url, pool=pool, gateway_id="g1", settings=QueueSettings())
     yield made
     await made.close()
 
@@ -89,7 +89,7 @@ class TestCancelledCalls:
             await task
 
         async def is_gone() -> bool:
-            return await queue.owner_of("a") is None and not queue._calls._tasks - {asyncio.current_task()}
+            return await queue.owner_of("a") is None and not queue._link._steps - {asyncio.current_task()}
 
         await eventually(is_gone)
         await queue.enqueue(entry("a"), max_length=9)

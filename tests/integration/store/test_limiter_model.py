@@ -50,7 +50,7 @@ class Life:
                 pool=self.pool,
                 clock=self.clock,
                 uniform=lambda low, _: low,
-                settings=LimiterSettings(lease_s=LEASE_S, max_connections=1),
+                settings=LimiterSettings(lease_s=LEASE_S),
                 read_script=read_script_with_set_clock,
             )
             for _ in range(2)

@@ -39,7 +39,6 @@ QUEUE_SETTINGS = QueueSettings(
     normal_headroom=0.05,
     low_headroom=0.3,
     max_owed_tokens=400,
-    max_connections=1,
 )
 AGEING = {
     "no wait is long": (float(FOR_EVER_S), 4),
