@@ -44,7 +44,7 @@ def hugging_face_state(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 def llama_config(config: ModelConfig) -> dict[str, Any]:
     """The configuration as the fields of LlamaConfig. Raises ValueError for what a plain llama does not have."""
-    if config.attention_bias or config.o_bias or config.qk_norm or config.sliding_window or config.rope_scaling:
+    if config.attention_bias or config.o_bias or config.qk_norm or config.layer_windows or config.rope_scaling:
         raise ValueError(f"{config.name} is not a plain llama: only those are exported")
     return {
         "vocab_size": config.vocab_size,

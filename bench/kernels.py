@@ -100,6 +100,8 @@ def paged_tables(rows: Iterable[tuple[int, int]]) -> StepTables:
         table_rows=torch.arange(len(rows), dtype=torch.int32),
         block_tables=tables,
         sample_tokens=torch.zeros(len(rows), dtype=torch.int32),
+        windows=torch.zeros(len(rows), dtype=torch.int32),
+        sinks=torch.zeros(len(rows), dtype=torch.int32),
     )
 
 
@@ -156,9 +158,7 @@ class KernelBench:
             self._attend(rows, tables, caches, pack)
 
     def _attend(self, rows: list[tuple[int, int]], tables: StepTables, caches: Tensor, pack: int) -> None:
-        shape = AttentionShape(
-            SHAPE.num_heads, SHAPE.num_kv_heads, SHAPE.head_dim, BLOCK_SIZE, SHAPE.head_dim**-0.5, None
-        )
+        shape = AttentionShape(SHAPE.num_heads, SHAPE.num_kv_heads, SHAPE.head_dim, BLOCK_SIZE, SHAPE.head_dim**-0.5)
         q = torch.randn(len(tables.positions), SHAPE.num_heads * SHAPE.head_dim).to(self._dtype)
         out = torch.zeros_like(q)
         heads, dim = SHAPE.num_kv_heads, SHAPE.head_dim

@@ -21,13 +21,13 @@ from common.metrics import MetricsServer, WorkerMetrics
 from common.rpc.server import RpcServer, ServerOptions
 from common.rpc.tls import fleet_dialling, server_credentials
 from common.types import ModelDescription, ModelLimits
+from common.window import Window
 from worker.cache.block import keyed_digest
 from worker.cache.host import HostTier
 from worker.cache.manager import CacheManager
 from worker.cache.pool import BlockPool
 from worker.cache.storage import KVLayout
 from worker.cache.swap import make_copier
-from worker.cache.window import choose_window
 from worker.config import WorkerSettings
 from worker.engine.config import SchedulerConfig
 from worker.engine.engine import Engine
@@ -196,9 +196,11 @@ def load_engine(
         max_num_seqs=settings.max_num_seqs,
         max_num_batched_tokens=settings.max_num_batched_tokens,
         sampler=Sampler(model.config.vocab_size, model.text.eos_token_ids),
-        window=choose_window(model.config.sliding_window, settings.kv_window_tokens, settings.kv_sink_tokens),
+        window=Window(settings.kv_window_tokens, settings.kv_sink_tokens) if settings.kv_window_tokens else None,
         num_threads=settings.threads,
     )
+    if len(runner.windows) > 1:
+        raise ValueError(f"{model.config.name} has a sliding window in some of its layers, which is not served yet")
     _log.info("warming_up", kv_blocks=num_blocks, threads=settings.threads)
     runner.warm_up()
     _check_language(runner, model)
@@ -212,7 +214,7 @@ def load_engine(
         settings.block_size,
         digest,
         prefix_cache=prefix_cache,
-        window=runner.window,
+        window=runner.windows[0],
         max_chunk_tokens=settings.max_num_batched_tokens,
         host=None if copier is None else HostTier(pool, copier.num_slots, lambda: copier.block_s),
     )

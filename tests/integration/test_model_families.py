@@ -10,6 +10,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from tests.support.models import FAMILIES, logits_at, make_runner, random_model, save_folder
+from worker.cache.groups import group_layers
 from worker.kernels import BACKENDS
 from worker.model.weights import LoadedModel, load_model
 
@@ -57,7 +58,8 @@ def saved(model: PreTrainedModel, path: Path, **options: Any) -> LoadedModel:
 def check(model: PreTrainedModel, loaded: LoadedModel, backend: str, positions: list[int], chunk: int = 512) -> None:
     token_ids = random_tokens(positions[-1] + 1)
     expected = expected_logits(model, token_ids, positions)
-    runner = make_runner(loaded, backend, num_blocks=2 * (positions[-1] // 16) + 4)
+    num_tables = group_layers(loaded.config.windows).num_tables
+    runner = make_runner(loaded, backend, num_blocks=2 * num_tables * (positions[-1] // 16 + 1) + 2)
     actual = logits_at(runner, token_ids, positions, chunk)
     assert expected.std() > 0.5, "weights that give flat logits would hide errors"
     torch.testing.assert_close(actual, expected, rtol=0, atol=TOLERANCE)
@@ -71,7 +73,7 @@ def test_family(tmp_path: Path, family: str, tied: bool, backend: str) -> None:
     loaded = saved(model, tmp_path)
     assert loaded.config.tie_embeddings == tied
     assert loaded.config.attention_bias == (family == "qwen2")
-    assert loaded.config.qk_norm == (family == "qwen3")
+    assert loaded.config.qk_norm == (family in ("qwen3", "gemma3_text"))
     check(model, loaded, backend, [0, 1, 15, 16, 17, 100, 299], chunk=37)
 
 
@@ -94,9 +96,44 @@ def test_biases_on_all_projections_and_a_head_size_of_its_own(tmp_path: Path, fa
 def test_sliding_window(tmp_path: Path, family: str, changes: dict[str, Any], window: int, backend: str) -> None:
     model = random_model(family, sliding_window=window, **changes)
     loaded = saved(model, tmp_path)
-    assert loaded.config.sliding_window == window
+    assert set(loaded.config.windows) == {window}
     positions = sorted({max(0, window - 2), window - 1, window, window + 1, 3 * window, 90})
     check(model, loaded, backend, positions, chunk=13)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(
+    ("family", "changes", "num_tables"),
+    [
+        ("gemma3_text", {"num_hidden_layers": 7, "sliding_window_pattern": 6}, 7),
+        ("gemma3_text", {"num_hidden_layers": 4, "sliding_window_pattern": 2}, 2),
+        ("qwen2", {"num_hidden_layers": 3, "use_sliding_window": True, "max_window_layers": 1}, 3),
+        ("qwen3", {"use_sliding_window": True, "layer_types": ["sliding_attention", "full_attention"]}, 2),
+    ],
+    ids=["gemma3", "gemma3-half", "qwen2", "qwen3"],
+)
+@pytest.mark.parametrize("window", [1, 23])
+def test_a_sliding_window_in_some_layers(
+    tmp_path: Path, family: str, changes: dict[str, Any], num_tables: int, window: int, backend: str
+) -> None:
+    model = random_model(family, sliding_window=window, **changes)
+    loaded = saved(model, tmp_path)
+    assert set(loaded.config.windows) == {window, None}
+    assert group_layers(loaded.config.windows).num_tables == num_tables
+    positions = sorted({max(0, window - 2), window - 1, window, window + 1, 3 * window, 90})
+    check(model, loaded, backend, positions, chunk=13)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_the_two_rotations_of_gemma_at_far_positions(tmp_path: Path, backend: str) -> None:
+    rope = {
+        "full_attention": {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+    }
+    loaded = saved(random_model("gemma3_text", rope_parameters=rope), tmp_path)
+    assert (loaded.config.rope_theta, loaded.config.local_rope_theta) == (1e6, 10000.0)
+    assert loaded.config.rope_scaling is not None
+    check(random_model("gemma3_text", rope_parameters=rope), loaded, backend, [300, 2047])
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -6,8 +6,8 @@ from collections import Counter
 from collections.abc import Sequence
 from zlib import crc32
 
+from common.window import Window
 from worker.cache.host import Copy, CopyOrders
-from worker.cache.window import Window
 from worker.engine.batch import Batch, BatchRow, SampledToken
 from worker.engine.request import Request, RequestState
 

@@ -21,7 +21,7 @@ from worker.model.loaded_model import LoadedModel
 from worker.model.runner import ModelRunner
 from worker.model.sampler import Sampler
 
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gemma3_text")
 SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 CHAT_TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
 _TEXT = [
@@ -48,6 +48,14 @@ def random_model(family: str, *, seed: int = 0, **changes: Any) -> PreTrainedMod
     }
     if family == "mistral":
         shape["sliding_window"] = None
+    is_gemma = family == "gemma3_text"
+    if is_gemma:  # both kinds of layers, and a scale of its own
+        shape |= {
+            "num_hidden_layers": 4,
+            "sliding_window": 20,
+            "sliding_window_pattern": 3,
+            "query_pre_attn_scalar": 24,
+        }
     config = AutoConfig.for_model(family, **(shape | changes))
     config.architectures = None
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=torch.float32).eval()
@@ -56,7 +64,7 @@ def random_model(family: str, *, seed: int = 0, **changes: Any) -> PreTrainedMod
         for name, parameter in model.named_parameters():
             values = torch.randn(parameter.shape, generator=generator)
             if name.endswith("norm.weight"):
-                parameter.copy_(1 + 0.2 * values)
+                parameter.copy_((0 if is_gemma else 1) + 0.2 * values)
             elif parameter.dim() == 1:
                 parameter.copy_(0.3 * values)
             else:
@@ -120,7 +128,7 @@ def logits_at(runner: ModelRunner, token_ids: Sequence[int], positions: Sequence
     The sequence takes every other block of the pool, last first, so that its blocks are nowhere neighbours.
     """
     size = runner.block_size
-    blocks = list(range(runner.num_blocks - 1, 0, -2))[: -(-len(token_ids) // size)]
+    blocks = list(range(runner.num_blocks - 1, 0, -2))[: -(-len(token_ids) // size) * len(runner.windows)]
     sampling = SamplingParams(seed=0, max_tokens=1)
     request = Request("r", 1, 0, [], 0, sampling, Band.HIGH, "", 0, block_ids=blocks, slot=0)
     rows = []

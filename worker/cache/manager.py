@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 
+from common.window import Window
 from worker.cache.block import Block, BlockKey, DigestFunction, first_parent, pack_tokens
 from worker.cache.host import HostHit, HostTier
 from worker.cache.pool import BlockCounts, BlockPool, IntegrityError
-from worker.cache.window import Window
 from worker.engine.request import Request
 
 UNBOUNDED = 1 << 62

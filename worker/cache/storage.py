@@ -1,4 +1,4 @@
-"""The memory behind the KV blocks: one tensor, block-major, so that a block is one contiguous piece over all layers."""
+"""The memory behind the KV blocks: one tensor, block-major, so that a block is one contiguous piece over its layers."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
+from worker.cache.groups import group_layers
 from worker.kernels import LayerCache
 from worker.model.config import ModelConfig
 
@@ -15,7 +16,7 @@ _READABLE_TAIL_BYTES = 128  # kernels load whole vectors at the end of the last 
 
 @dataclass(frozen=True, slots=True)
 class KVLayout:
-    """Shape of a KV block: [layer, key or value, kv_head, block_size * head_dim]."""
+    """Shape of a KV block: [layer of its group, key or value, kv_head, block_size * head_dim]."""
 
     num_layers: int
     num_kv_heads: int
@@ -34,16 +35,17 @@ class KVLayout:
     @classmethod
     def of(cls, config: ModelConfig, block_size: int, dtype: torch.dtype) -> KVLayout:
         """The layout for a model."""
-        return cls(config.num_layers, config.num_kv_heads, config.head_dim, block_size, dtype)
+        layers = group_layers(config.windows).layers_per_block
+        return cls(layers, config.num_kv_heads, config.head_dim, block_size, dtype)
 
     @property
     def block_elements(self) -> int:
-        """Elements of one block over all layers."""
+        """Elements of one block over all layers of a group."""
         return self.num_layers * 2 * self.num_kv_heads * self.block_size * self.head_dim
 
     @property
     def block_bytes(self) -> int:
-        """Bytes of one block over all layers."""
+        """Bytes of one block over all layers of a group."""
         return self.block_elements * self.dtype.itemsize
 
     def num_blocks_in(self, kv_cache_mib: int) -> int:
@@ -74,7 +76,7 @@ class KVStorage:
         return f"KVStorage(num_blocks={self.num_blocks}, block_bytes={self.layout.block_bytes})"
 
     def layer(self, index: int) -> LayerCache:
-        """Keys and values of one layer, as views."""
+        """Keys and values of the layers at one place in their groups, as views."""
         layout = self.layout
         pack = 4 // layout.dtype.itemsize
         heads, dim, size = layout.num_kv_heads, layout.head_dim, layout.block_size
@@ -83,5 +85,5 @@ class KVStorage:
         return LayerCache(keys, values)
 
     def block(self, block_id: int) -> torch.Tensor:
-        """All of one block over all layers: contiguous, [block_elements]."""
+        """All of one block: contiguous, [block_elements]."""
         return self._blocks[block_id].view(-1)

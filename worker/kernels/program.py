@@ -23,6 +23,12 @@ class Epilogue(Enum):
     STORE = "store"  # out = y
     ADD = "add"  # out += y; out is float32
     GATE = "gate"  # out = silu(gate) * up, where y holds both (see `pack_gated`)
+    GELU_GATE = "gelu_gate"  # the same with the tanh form of gelu
+
+    @property
+    def is_gated(self) -> bool:
+        """Whether the weight comes from `pack_gated`."""
+        return self in (Epilogue.GATE, Epilogue.GELU_GATE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +46,8 @@ class StepTables:
 
     Row r's tokens are `query_starts[r] : query_starts[r + 1]` and end at sequence position `seq_lens[r] - 1`. Its
     blocks are `block_tables[table_rows[r]]`. Token t is at `positions[t]`, and its KV goes to the cache slot `slots[t]`
-    (block * block_size + offset). Sample s takes the hidden state of token `sample_tokens[s]`.
+    (block * block_size + offset). Sample s takes the hidden state of token `sample_tokens[s]`. A query of row r sees
+    `windows[r]` tokens, itself included, and the first `sinks[r]` of the sequence; 0 and 0 stand for all tokens.
     """
 
     token_ids: Tensor  # [max_tokens]
@@ -51,6 +58,8 @@ class StepTables:
     table_rows: Tensor  # [max_rows]
     block_tables: Tensor  # [table rows, max_blocks]
     sample_tokens: Tensor  # [max_rows]
+    windows: Tensor  # [max_rows]
+    sinks: Tensor  # [max_rows]
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,8 +71,6 @@ class AttentionShape:
     head_dim: int
     block_size: int
     scale: float
-    window: int | None  # tokens that a query sees, itself included; None: all
-    sinks: int = 0  # tokens at the start of a sequence that every query sees besides its window
 
     @property
     def qkv_width(self) -> int:
@@ -106,12 +113,16 @@ class Program(Protocol):
     alone, never on its neighbours or on how a sequence is cut into chunks.
     """
 
-    def embed(self, token_ids: Tensor, table: Linear, out: Tensor) -> None:
-        """out[t] = row `token_ids[t]` of the table; out float32 [max_tokens, hidden]."""
+    def embed(self, token_ids: Tensor, table: Linear, out: Tensor, scale: float = 1.0) -> None:
+        """out[t] = row `token_ids[t]` of the table, times `scale`; out float32 [max_tokens, hidden]."""
         ...
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, out: Tensor) -> None:
         """out[t] = x[t] / rms(x[t]) * weight; x float32, weight float32 [hidden], out model dtype."""
+        ...
+
+    def add_rms_norm(self, x: Tensor, weight: Tensor, eps: float, out: Tensor) -> None:
+        """out[t] += x[t] / rms(x[t]) * weight; x, weight and out float32."""
         ...
 
     def rms_norm_rows(self, x: Tensor, index: Tensor, weight: Tensor, eps: float, out: Tensor) -> None:
@@ -173,7 +184,7 @@ class Backend(Protocol):
         ...
 
     def pack_gated(self, gate: Tensor, up: Tensor, dtype: torch.dtype) -> Linear:
-        """Lays out the two matrices [out, in] of a gated product, for `Epilogue.GATE`."""
+        """Lays out the two matrices [out, in] of a gated product, for the gated epilogues."""
         ...
 
     def program(self, dtype: torch.dtype, num_threads: int) -> Program:

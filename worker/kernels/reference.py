@@ -50,12 +50,12 @@ class ReferenceProgram:
     def close(self) -> None:
         """Nothing to end."""
 
-    def embed(self, token_ids: Tensor, table: Linear, out: Tensor) -> None:
+    def embed(self, token_ids: Tensor, table: Linear, out: Tensor, scale: float = 1.0) -> None:
         """See `Program.embed`."""
         weight = _plain(table).weight
 
         def kernel(sizes: StepSizes) -> None:
-            out[: sizes.num_tokens] = weight[token_ids[: sizes.num_tokens].long()]
+            out[: sizes.num_tokens] = weight[token_ids[: sizes.num_tokens].long()] * scale
 
         self._kernels.append(kernel)
 
@@ -64,6 +64,14 @@ class ReferenceProgram:
 
         def kernel(sizes: StepSizes) -> None:
             out[: sizes.num_tokens] = _rms_norm(x[: sizes.num_tokens], weight, eps).to(out.dtype)
+
+        self._kernels.append(kernel)
+
+    def add_rms_norm(self, x: Tensor, weight: Tensor, eps: float, out: Tensor) -> None:
+        """See `Program.add_rms_norm`."""
+
+        def kernel(sizes: StepSizes) -> None:
+            out[: sizes.num_tokens] += _rms_norm(x[: sizes.num_tokens], weight, eps)
 
         self._kernels.append(kernel)
 
@@ -87,9 +95,11 @@ class ReferenceProgram:
             y = functional.linear(x[:n].float(), plain.weight, plain.bias)
             if epilogue is Epilogue.ADD:
                 out[:n] += y
-            elif epilogue is Epilogue.GATE:
+            elif epilogue.is_gated:
                 gate, up = y.chunk(2, dim=1)
-                out[:n] = (functional.silu(gate) * up).to(out.dtype)
+                gelu = epilogue is Epilogue.GELU_GATE
+                gate = functional.gelu(gate, approximate="tanh") if gelu else functional.silu(gate)
+                out[:n] = (gate * up).to(out.dtype)
             else:
                 out[:n] = y.to(out.dtype)
 
@@ -134,12 +144,13 @@ class ReferenceProgram:
             for row in range(sizes.num_rows):
                 first, last = tables.query_starts[row : row + 2].tolist()
                 length = int(tables.seq_lens[row])
-                indices = _seen_blocks(length - (last - first), length, shape)
+                window, sinks = int(tables.windows[row]), int(tables.sinks[row])
+                indices = _seen_blocks(length - (last - first), length, shape.block_size, window, sinks)
                 blocks = tables.block_tables[tables.table_rows[row], indices].long()
                 keys, values = _gather(cache, blocks, shape)
                 positions = (indices[:, None] * shape.block_size + torch.arange(shape.block_size)).flatten()
                 query = q[first:last].view(last - first, shape.num_heads, shape.head_dim).float()
-                attended = _attend(query, keys, values, positions, length, shape)
+                attended = _attend(query, keys, values, positions, length, shape.scale, window, sinks)
                 out[first:last] = attended.reshape(last - first, -1).to(out.dtype)
 
         self._kernels.append(kernel)
@@ -156,13 +167,13 @@ def _rotate(x: Tensor, cos_sin: Tensor) -> Tensor:
     return torch.cat((low * cos - high * sin, high * cos + low * sin), dim=-1)
 
 
-def _seen_blocks(start: int, length: int, shape: AttentionShape) -> Tensor:
+def _seen_blocks(start: int, length: int, block_size: int, window: int, sinks: int) -> Tensor:
     """Places in the block table that the positions from `start` up to `length` see, int64 [n]."""
-    indices = torch.arange(-(-length // shape.block_size))
-    if shape.window is None:
+    indices = torch.arange(-(-length // block_size))
+    if not window:
         return indices
-    oldest = max(0, start - shape.window + 1)
-    return indices[(indices >= oldest // shape.block_size) | (indices * shape.block_size < shape.sinks)]
+    oldest = max(0, start - window + 1)
+    return indices[(indices >= oldest // block_size) | (indices * block_size < sinks)]
 
 
 def _gather(cache: LayerCache, blocks: Tensor, shape: AttentionShape) -> tuple[Tensor, Tensor]:
@@ -174,20 +185,20 @@ def _gather(cache: LayerCache, blocks: Tensor, shape: AttentionShape) -> tuple[T
 
 
 def _attend(
-    query: Tensor, keys: Tensor, values: Tensor, positions: Tensor, length: int, shape: AttentionShape
+    query: Tensor, keys: Tensor, values: Tensor, positions: Tensor, length: int, scale: float, window: int, sinks: int
 ) -> Tensor:
     """The last `len(query)` of `length` positions attend to the keys at `positions` [n], causally and within the
     window; values of keys behind `length` are anything."""
     num_new = query.shape[0]
     keys, values = keys[:, positions < length], values[:, positions < length]
     positions = positions[positions < length]
-    keys = keys.repeat_interleave(shape.num_heads // shape.num_kv_heads, dim=0)
-    values = values.repeat_interleave(shape.num_heads // shape.num_kv_heads, dim=0)
-    scores = torch.einsum("qhd,hkd->hqk", query, keys) * shape.scale
+    group = query.shape[1] // keys.shape[0]
+    keys, values = keys.repeat_interleave(group, dim=0), values.repeat_interleave(group, dim=0)
+    scores = torch.einsum("qhd,hkd->hqk", query, keys) * scale
     distance = torch.arange(length - num_new, length)[:, None] - positions[None, :]
     hidden = distance < 0
-    if shape.window is not None:
-        hidden |= (distance >= shape.window) & (positions >= shape.sinks)
+    if window:
+        hidden |= (distance >= window) & (positions >= sinks)
     weights = scores.masked_fill(hidden, float("-inf")).softmax(dim=-1)
     return torch.einsum("hqk,hkd->qhd", weights, values)
 

@@ -1,8 +1,9 @@
-"""The shape of a llama-family decoder, whatever file it came from."""
+"""The shape of a decoder of the llama or Gemma 3 family, whatever file it came from."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import Enum
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,16 +20,24 @@ class RopeScaling:
     attention_factor: float | None = None  # yarn; None: computed from factor
 
 
+class Activation(Enum):
+    """What the gate of the MLP passes through."""
+
+    SILU = "silu"
+    GELU_TANH = "gelu_tanh"
+
+
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """A llama-family decoder: Llama, SmolLM2, Mistral, Qwen2, Qwen3.
+    """A decoder: Llama, SmolLM2, Mistral, Qwen2, Qwen3, Gemma 3.
 
     Weights come as a mapping of canonical names to tensors, shapes [out, in] for matrices:
     `embed` [vocab, hidden]; `norm` [hidden]; `lm_head` [vocab, hidden] (absent if `tie_embeddings`); for layer i
     `layers.{i}.` + `attn_norm`, `mlp_norm` [hidden]; `q` [heads*head_dim, hidden]; `k`, `v` [kv_heads*head_dim,
     hidden]; `o` [hidden, heads*head_dim]; `q_bias`, `k_bias`, `v_bias` (if `attention_bias`), `o_bias` (if `o_bias`);
     `q_norm`, `k_norm` [head_dim] (if `qk_norm`); `gate`, `up` [intermediate, hidden], `down` [hidden, intermediate].
-    Q and K rows are in Hugging Face's order (the two rotary halves apart).
+    `attn_post_norm`, `mlp_post_norm` [hidden] (if `post_norms`). Q and K rows are in Hugging Face's order (the two
+    rotary halves apart). What every norm multiplies with is `norm_offset` + its weight.
     """
 
     name: str
@@ -47,7 +56,18 @@ class ModelConfig:
     attention_bias: bool = False  # on q, k, v
     o_bias: bool = False
     qk_norm: bool = False
-    sliding_window: int | None = None  # tokens that a query sees, itself included; None: all
+    layer_windows: tuple[int | None, ...] = ()  # tokens that each layer's queries see, themselves included; None: all
+    local_rope_theta: float | None = None  # of layers with a window, without scaling; None: as in the others
+    activation: Activation = Activation.SILU
+    post_norms: bool = False  # on what attention and MLP add to the residual stream
+    norm_offset: float = 0.0
+    embed_scale: float = 1.0
+    attention_scale: float | None = None  # of the scores; None: head_dim ** -0.5
+
+    @property
+    def windows(self) -> tuple[int | None, ...]:
+        """The window of every layer."""
+        return self.layer_windows or (None,) * self.num_layers
 
 
 def stretched_positions(max_positions: int, scaling: RopeScaling | None) -> int:

@@ -112,7 +112,7 @@ def _config(header: GgufHeader, places: Mapping[str, TensorPlace], name: str, fi
         attention_bias="layers.0.q_bias" in places,
         o_bias="layers.0.o_bias" in places,
         qk_norm="layers.0.q_norm" in places,
-        sliding_window=window or None,
+        layer_windows=(window,) * int(get("block_count")) if window else (),
     )
 
 

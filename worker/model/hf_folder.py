@@ -1,4 +1,4 @@
-"""Loads Hugging Face folders of llama-family models: config.json, safetensors, tokenizer.json."""
+"""Loads Hugging Face folders: config.json, safetensors, tokenizer.json."""
 
 from __future__ import annotations
 
@@ -14,10 +14,12 @@ import torch
 from safetensors import SafetensorError, safe_open
 from tokenizers import Tokenizer
 
-from worker.model.config import ModelConfig, RopeScaling, stretched_positions
+from worker.model.config import Activation, ModelConfig, RopeScaling, stretched_positions
 from worker.model.loaded_model import LoadedModel, ModelLoadError, TextParts, allocate, check_config, check_shapes
 
-_ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
+_GEMMA = "Gemma3ForCausalLM"
+_ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", _GEMMA)
+_GEMMA_PATTERN = 6  # every so many layers of Gemma 3 one sees everything, where the file does not say
 _ROPE_KINDS = ("default", "linear", "dynamic", "llama3", "yarn")
 _TENSOR_NAMES = {"model.embed_tokens.weight": "embed", "model.norm.weight": "norm", "lm_head.weight": "lm_head"}
 _LAYER_TENSOR_NAMES = {
@@ -36,6 +38,11 @@ _LAYER_TENSOR_NAMES = {
     "mlp.gate_proj.weight": "gate",
     "mlp.up_proj.weight": "up",
     "mlp.down_proj.weight": "down",
+}
+_GEMMA_TENSOR_NAMES = {
+    "post_attention_layernorm.weight": "attn_post_norm",
+    "pre_feedforward_layernorm.weight": "mlp_norm",
+    "post_feedforward_layernorm.weight": "mlp_post_norm",
 }
 _IGNORED = re.compile(r".*\.rotary_emb\.inv_freq")  # old exports stored these; they follow from the configuration
 
@@ -56,7 +63,7 @@ def load_folder(path: Path, dtype: torch.dtype, name: str) -> LoadedModel:
             except (SafetensorError, OSError) as error:
                 raise ModelLoadError(f"{file} cannot be read as safetensors: {error}") from error
             for key in stored.keys():  # noqa: SIM118 - not a mapping
-                canonical = _canonical_name(key)
+                canonical = _canonical_name(key, config)
                 if not _IGNORED.fullmatch(key) and not (canonical == "lm_head" and config.tie_embeddings):
                     places.append((canonical, stored, key))
                     shapes[canonical] = tuple(stored.get_slice(key).get_shape())
@@ -82,20 +89,32 @@ def folder_config(raw: Mapping[str, Any], name: str) -> ModelConfig:
             raise ModelLoadError(f"config.json of {name} has no {key}")
         return raw[key]
 
-    if raw.get("hidden_act", "silu") != "silu":
-        raise ModelLoadError(f"activation {raw['hidden_act']} is not supported; supported is silu")
+    gemma = architecture == _GEMMA
+    wanted = "gelu_pytorch_tanh" if gemma else "silu"
+    activation = raw.get("hidden_activation" if gemma else "hidden_act", wanted)
+    if activation != wanted:
+        raise ModelLoadError(f"activation {activation} is not supported; supported is {wanted}")
+    for key in ("final_logit_softcapping", "attn_logit_softcapping", "use_bidirectional_attention"):
+        if raw.get(key):
+            raise ModelLoadError(f"{key} is not supported")
     if raw.get("mlp_bias"):
         raise ModelLoadError("biases in the MLP (mlp_bias) are not supported")
     if raw.get("quantization_config"):
         raise ModelLoadError("quantized safetensors are not supported; supported are float32, float16 and bfloat16")
-    heads, qwen = int(need("num_attention_heads")), architecture.startswith("Qwen")
+    heads = int(need("num_attention_heads"))
     bias = architecture == "Qwen2ForCausalLM" or bool(raw.get("attention_bias", False))
     positions = int(need("max_position_embeddings"))
     theta, scaling = _rope(raw, positions)
+    hidden, local_theta = int(need("hidden_size")), None
+    if gemma:
+        local = (raw.get("rope_parameters") or {}).get("sliding_attention") or {}
+        if local.get("rope_type", "default") != "default":
+            raise ModelLoadError("rope scaling of layers with a sliding window is not supported")
+        local_theta = float(local.get("rope_theta") or raw.get("rope_local_base_freq") or 10000.0)
     return ModelConfig(
         name=name,
         vocab_size=int(need("vocab_size")),
-        hidden_size=int(need("hidden_size")),
+        hidden_size=hidden,
         intermediate_size=int(need("intermediate_size")),
         num_layers=int(need("num_hidden_layers")),
         num_heads=heads,
@@ -105,17 +124,24 @@ def folder_config(raw: Mapping[str, Any], name: str) -> ModelConfig:
         rms_norm_eps=float(need("rms_norm_eps")),
         rope_theta=theta,
         rope_scaling=scaling,
-        tie_embeddings=bool(raw.get("tie_word_embeddings", False)),
+        tie_embeddings=bool(raw.get("tie_word_embeddings", gemma)),
         attention_bias=bias,
         o_bias=bias and architecture != "Qwen2ForCausalLM",
-        qk_norm=architecture == "Qwen3ForCausalLM",
-        sliding_window=_sliding_window(raw, qwen),
+        qk_norm=gemma or architecture == "Qwen3ForCausalLM",
+        layer_windows=_layer_windows(raw, architecture),
+        local_rope_theta=local_theta,
+        activation=Activation.GELU_TANH if gemma else Activation.SILU,
+        post_norms=gemma,
+        norm_offset=1.0 if gemma else 0.0,
+        embed_scale=hidden**0.5 if gemma else 1.0,
+        attention_scale=float(need("query_pre_attn_scalar")) ** -0.5 if gemma else None,
     )
 
 
 def _rope(raw: Mapping[str, Any], max_positions: int) -> tuple[float, RopeScaling | None]:
     """Base and scaling, in the spelling with `rope_parameters` or the older one with `rope_theta`, `rope_scaling`."""
-    values = {**(raw.get("rope_scaling") or {}), **(raw.get("rope_parameters") or {})}
+    parameters = raw.get("rope_parameters") or {}
+    values = {**(raw.get("rope_scaling") or {}), **parameters.get("full_attention", parameters)}
     theta = float(values.get("rope_theta") or raw.get("rope_theta") or 10000.0)
     kind = values.get("rope_type") or values.get("type") or "default"
     if kind not in _ROPE_KINDS:
@@ -147,27 +173,30 @@ def _rope(raw: Mapping[str, Any], max_positions: int) -> tuple[float, RopeScalin
     return theta, RopeScaling(kind, float(factor), original, **optional)
 
 
-def _sliding_window(raw: Mapping[str, Any], qwen: bool) -> int | None:
-    """The window of all layers, None if there is none; Qwen models have it only where they say so."""
-    window = raw.get("sliding_window")
+def _layer_windows(raw: Mapping[str, Any], architecture: str) -> tuple[int | None, ...]:
+    """The window of every layer, empty if there is none; Qwen models have it only where they say so."""
+    window, qwen = raw.get("sliding_window"), architecture.startswith("Qwen")
     if window is None or (qwen and not raw.get("use_sliding_window", False)):
-        return None
-    layers = int(raw["num_hidden_layers"])
+        return ()
+    layers = range(int(raw["num_hidden_layers"]))
     if raw.get("layer_types"):
-        sliding = sum(kind == "sliding_attention" for kind in raw["layer_types"])
+        if unknown := set(raw["layer_types"]) - {"sliding_attention", "full_attention"}:
+            raise ModelLoadError(f"layers with {sorted(unknown)[0]} are not supported")
+        is_sliding = [kind == "sliding_attention" for kind in raw["layer_types"]]
+    elif architecture == _GEMMA:
+        pattern = int(raw.get("sliding_window_pattern") or _GEMMA_PATTERN)
+        is_sliding = [bool((layer + 1) % pattern) for layer in layers]
     else:
-        sliding = layers - min(layers, int(raw.get("max_window_layers", 0))) if qwen else layers
-    if sliding not in (0, layers):
-        raise ModelLoadError(
-            f"a sliding window in {sliding} of {layers} layers is not supported; supported: all or none"
-        )
-    return int(window) if sliding else None
+        first = int(raw.get("max_window_layers", 0)) if qwen else 0
+        is_sliding = [layer >= first for layer in layers]
+    return tuple(int(window) if sliding else None for sliding in is_sliding) if any(is_sliding) else ()
 
 
-def _canonical_name(name: str) -> str:
+def _canonical_name(name: str, config: ModelConfig) -> str:
     """Our name of a tensor; an unknown one keeps its own, and is refused when shapes are compared."""
     if match := re.fullmatch(r"model\.layers\.(\d+)\.(.+)", name):
-        return f"layers.{match[1]}.{_LAYER_TENSOR_NAMES.get(match[2], match[2])}"
+        names = _LAYER_TENSOR_NAMES | _GEMMA_TENSOR_NAMES if config.post_norms else _LAYER_TENSOR_NAMES
+        return f"layers.{match[1]}.{names.get(match[2], match[2])}"
     return _TENSOR_NAMES.get(name, name)
 
 

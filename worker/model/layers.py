@@ -1,4 +1,4 @@
-"""Rotary position tables for every kind of frequency scaling a llama-family model may ask for."""
+"""Rotary position tables for every kind of frequency scaling that a model may ask for."""
 
 from __future__ import annotations
 

@@ -69,6 +69,8 @@ def expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
         layer["o_bias"] = (hidden,)
     if config.qk_norm:
         layer |= {"q_norm": (config.head_dim,), "k_norm": (config.head_dim,)}
+    if config.post_norms:
+        layer |= {"attn_post_norm": (hidden,), "mlp_post_norm": (hidden,)}
     shapes: dict[str, tuple[int, ...]] = {"embed": (config.vocab_size, hidden), "norm": (hidden,)}
     if not config.tie_embeddings:
         shapes["lm_head"] = (config.vocab_size, hidden)
@@ -116,5 +118,8 @@ def check_config(config: ModelConfig) -> None:
         raise ModelLoadError(f"{config.num_heads} heads are not a multiple of {config.num_kv_heads} KV heads")
     if config.head_dim % 2:
         raise ModelLoadError(f"head size {config.head_dim} is odd, rotary positions need pairs")
-    if config.sliding_window is not None and config.sliding_window < 1:
-        raise ModelLoadError(f"sliding window {config.sliding_window}, expected at least 1 token")
+    if len(config.windows) != config.num_layers:
+        raise ModelLoadError(f"{config.num_layers} layers, and {len(config.windows)} of them have a kind of attention")
+    for window in config.windows:
+        if window is not None and window < 1:
+            raise ModelLoadError(f"sliding window {window}, expected at least 1 token")

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from common.types import Band, SamplingParams
+from common.window import Window, narrow
+from worker.cache.groups import group_layers
 from worker.cache.storage import KVLayout, KVStorage
-from worker.cache.window import Window, choose_window
 from worker.engine.batch import Batch, BatchRow, SampledToken
 from worker.engine.executor import SamplingError
 from worker.engine.request import Request
@@ -34,8 +35,8 @@ class TokenSampler(Protocol):
 class ModelRunner:
     """An `Executor` over one model on this machine's CPUs.
 
-    `window` is what a token sees of its sequence: the model's own window, or a narrower one. Raises ValueError for a
-    cache, model or limit that the kernels cannot serve.
+    `window`, if any, limits what a token sees of its sequence where the model's own window is wider. Raises ValueError
+    for a cache, model or limit that the kernels cannot serve.
     """
 
     def __init__(
@@ -60,10 +61,12 @@ class ModelRunner:
         if config.num_heads % config.num_kv_heads:
             raise ValueError(f"{config.num_heads} query heads cannot share {config.num_kv_heads} KV heads evenly")
         self._sampler = sampler
-        self.window = window or choose_window(config.sliding_window, 0, 0)
+        groups = group_layers(config.windows)
+        owns = (None if own is None else Window(own) for own in groups.windows)
+        self.windows = tuple(narrow(own, window) for own in owns)
         self.storage = KVStorage(KVLayout.of(config, block_size, dtype), num_blocks)
         max_blocks = -(-config.max_positions // block_size)
-        self._inputs = StepInputs(max_num_seqs, max_num_batched_tokens, max_blocks, block_size)
+        self._inputs = StepInputs(max_num_seqs, max_num_batched_tokens, max_blocks, block_size, self.windows)
         self._transformer = Transformer(
             config,
             tensors,
@@ -71,7 +74,7 @@ class ModelRunner:
             dtype=dtype,
             storage=self.storage,
             tables=self._inputs.tables,
-            window=self.window,
+            groups=groups,
             num_threads=num_threads if num_threads is not None else torch.get_num_threads(),
         )
 
@@ -118,7 +121,8 @@ class ModelRunner:
         """
         sampling = SamplingParams(seed=0, max_tokens=1, temperature=0.0)
         count = min(2, self.block_size)
-        request = Request("", 0, 0, [0] * count, count, sampling, Band.LOW, "", 0, block_ids=[0], slot=0)
+        request = Request("", 0, 0, [0] * count, count, sampling, Band.LOW, "", 0, slot=0)
+        request.block_ids = [0] * len(self.windows)
         for num_new in range(count, 0, -1):
             request.num_computed = count - num_new
             self.execute(Batch((BatchRow(request, num_new),)))

@@ -18,8 +18,8 @@ def load_model(path: Path, dtype: torch.dtype, name: str = "") -> LoadedModel:
 
     Supported are GGUF files of the architectures llama (with SmolLM2 and Mistral), qwen2 and qwen3, in every
     quantization that the `gguf` package can undo, with byte-level or SentencePiece BPE vocabularies; and folders with
-    config.json, safetensors and tokenizer.json of LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM and
-    Qwen3ForCausalLM.
+    config.json, safetensors and tokenizer.json of LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM,
+    Qwen3ForCausalLM and Gemma3ForCausalLM.
 
     Args:
         path: a .gguf file, a folder with exactly one, or a Hugging Face folder.

@@ -52,7 +52,7 @@ def test_names():
     assert hugging_face_name("embed") == "model.embed_tokens.weight"
 
 
-@pytest.mark.parametrize("beyond", [{"qk_norm": True}, {"attention_bias": True}, {"sliding_window": 8}])
+@pytest.mark.parametrize("beyond", [{"qk_norm": True}, {"attention_bias": True}, {"layer_windows": (8, None)}])
 def test_what_a_plain_llama_lacks_is_refused(beyond: dict[str, object]):
     with pytest.raises(ValueError, match="not a plain llama"):
         llama_config(replace(CONFIG, **beyond))

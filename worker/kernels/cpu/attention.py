@@ -17,7 +17,6 @@ import numpy as np
 from worker.kernels.cpu.compile import call_paged_tile, call_tile
 from worker.kernels.cpu.layout import (
     HEAD_PARTIALS,
-    HEAD_PLAN,
     HEAD_SCORE_TILE,
     HEAD_SCRATCH,
     HEAD_VALUE_TILE,
@@ -87,14 +86,20 @@ _TILE = _RUNNING + _STATE_BYTES
 assert _TILE + _STATE_BYTES <= SCRATCH_BYTES
 
 (
-    _Q, _OUT, _KEYS, _VALUES, _BLOCK_STRIDE, _HEADS, _KV_HEADS, _HEAD_DIM, _BLOCK_SIZE, _WINDOW, _SCALE, _STARTS, _LENS,
-    _TABLE_ROWS, _TABLES, _TABLE_STRIDE, _SINKS,
+    _Q, _OUT, _KEYS, _VALUES, _BLOCK_STRIDE, _HEADS, _KV_HEADS, _HEAD_DIM, _BLOCK_SIZE, _WINDOWS, _SCALE, _STARTS,
+    _LENS, _TABLE_ROWS, _TABLES, _TABLE_STRIDE, _SINKS, _PLAN,
 ) = (int(f) for f in AttentionField)  # fmt: skip
 
 
 def state_bytes() -> int:
     """Bytes of one partial result."""
     return _STATE_BYTES
+
+
+@kernel
+def _sinks(record: int, item: int) -> Any:
+    """Sinks of the item's row."""
+    return load_i32(field(record, _SINKS) + 4 * field(item, ROW))
 
 
 @kernel
@@ -113,7 +118,7 @@ def _copy_query(tag: Any, record: int, item: int, start: int, query: int) -> Any
 
 @kernel
 def _address_tables(
-    tag: Any, record: int, kv_head: int, blocks: int, first: int, count: int, oldest: int, scratch: int
+    tag: Any, record: int, kv_head: int, blocks: int, first: int, count: int, oldest: int, sinks: int, scratch: int
 ) -> Any:
     """Addresses of the keys and values of every 8 tokens from position `first` on.
 
@@ -124,7 +129,7 @@ def _address_tables(
     head_dim, block_size = field(record, _HEAD_DIM), field(record, _BLOCK_SIZE)
     head_bytes = kv_head * head_dim * block_size * _WORD_BYTES // per_word(tag)
     groups = (count + _GROUP - 1) // _GROUP
-    sinks, unit = field(record, _SINKS), LANES if block_size % LANES == 0 else _GROUP
+    unit = LANES if block_size % LANES == 0 else _GROUP
     spare = first if first < sinks else first + (count - 1) // unit * unit
     key = 0
     for i in range(KEY_TILE // _GROUP):
@@ -152,7 +157,7 @@ def _prefetch_tile(tag: Any, record: int, item: int, tile: int, part: int) -> An
     """Asks for one key tile's keys or values (`part`) ahead of use; a decode waits for memory more than it computes."""
     row, block_size = field(item, ROW), field(record, _BLOCK_SIZE)
     blocks = field(record, _TABLES) + load_i32(field(record, _TABLE_ROWS) + 4 * row) * field(record, _TABLE_STRIDE)
-    first = place_of(item, tile, field(record, _SINKS)) * KEY_TILE
+    first = place_of(item, tile, _sinks(record, item)) * KEY_TILE
     last = min(first + KEY_TILE, load_i32(field(record, _LENS) + 4 * row)) - 1
     piece = field(record, _HEAD_DIM) * block_size * _WORD_BYTES // per_word(tag)
     for i in range(first // block_size, last // block_size + 1):
@@ -215,13 +220,14 @@ def _key_tile(
     tag: Any, record: int, head: int, item: int, position: int, blocks: int, tile: int, scratch: int, state: int
 ) -> Any:
     """One key tile's maxima, sums and weighted values, into `state`; `tile` is its place in the sequence."""
-    head_dim, window, sinks = field(record, _HEAD_DIM), field(record, _WINDOW), field(record, _SINKS)
+    head_dim, sinks = field(record, _HEAD_DIM), _sinks(record, item)
+    window = load_i32(field(record, _WINDOWS) + 4 * field(item, ROW))
     group = field(record, _HEADS) // field(record, _KV_HEADS)
     rows, first_row = field(item, COUNT), field(item, FIRST_ROW)
     first = tile * KEY_TILE
     count = min(KEY_TILE, position + (first_row + rows - 1) // group + 1 - first)
     oldest = position + first_row // group - window + 1 if window > 0 else 0
-    _address_tables(tag, record, field(item, KV_HEAD), blocks, first, count, oldest, scratch)
+    _address_tables(tag, record, field(item, KV_HEAD), blocks, first, count, oldest, sinks, scratch)
     _score(tag, record, field(head, HEAD_SCORE_TILE), rows, count, scratch)
     scale = vsplat(float_of_bits(field(record, _SCALE)))
     weight_bytes = KEY_TILE * _WORD_BYTES // per_word(tag)
@@ -285,7 +291,7 @@ def _write_out(tag: Any, record: int, item: int, start: int, running: int) -> An
 def attention(tag: Any, record: int, head: int, thread: int, threads: int) -> None:
     """Computes this thread's items; split ones go to the partial results."""
     scratch = field(head, HEAD_SCRATCH) + thread * SCRATCH_BYTES
-    item, end = item_range(field(head, HEAD_PLAN), thread)
+    item, end = item_range(field(record, _PLAN), thread)
     while item < end:
         row = field(item, ROW)
         start = load_i32(field(record, _STARTS) + 4 * row)
@@ -303,7 +309,7 @@ def attention(tag: Any, record: int, head: int, thread: int, threads: int) -> No
             if field(item, COUNT) <= _FEW_ROWS:
                 _prefetch_tile(tag, record, item, tile, _VALUES)
                 _prefetch_next(tag, record, item, tile, end)
-            place = place_of(item, tile, field(record, _SINKS))
+            place = place_of(item, tile, _sinks(record, item))
             _key_tile(tag, record, head, item, position, blocks, place, scratch, state)
             if tile > first:
                 _absorb(running, state, field(item, COUNT), field(record, _HEAD_DIM), scratch + _FACTORS)
@@ -315,7 +321,7 @@ def attention(tag: Any, record: int, head: int, thread: int, threads: int) -> No
 def merge_partials(tag: Any, record: int, head: int, thread: int, threads: int) -> None:
     """Merges the partial results of split items in the order of their key tiles."""
     scratch = field(head, HEAD_SCRATCH) + thread * SCRATCH_BYTES
-    item, end = merge_range(field(head, HEAD_PLAN), thread, threads)
+    item, end = merge_range(field(record, _PLAN), thread, threads)
     while item < end:
         start = load_i32(field(record, _STARTS) + 4 * field(item, ROW))
         running = field(head, HEAD_PARTIALS) + field(item, PARTIAL) * _STATE_BYTES

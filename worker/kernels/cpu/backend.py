@@ -18,7 +18,7 @@ from worker.kernels.cpu.attention import attention, merge_partials, state_bytes
 from worker.kernels.cpu.compile import compiled
 from worker.kernels.cpu.interpreter import enter
 from worker.kernels.cpu.layout import FIELDS, HEAD_FIELDS, KERNEL, SCRATCH_BYTES
-from worker.kernels.cpu.linear import ADD, GATE, STORE, EmbedField, LinearField, embed, linear
+from worker.kernels.cpu.linear import ADD, GATE, GELU_GATE, STORE, EmbedField, LinearField, embed, linear
 from worker.kernels.cpu.memory import aligned_zeros
 from worker.kernels.cpu.plan import MAX_PARTIALS, MAX_THREADS, AttentionField, make_plan, plan_fields
 from worker.kernels.cpu.rowwise import NormField, RopeField, rms_norm, rope_store
@@ -27,7 +27,7 @@ from worker.kernels.cpu.team import Team
 from worker.kernels.cpu.tile import COLUMNS, tile, tile_eights, tile_paged, tile_sixteens
 from worker.kernels.program import AttentionShape, Epilogue, LayerCache, Linear, Rows, StepSizes, StepTables
 
-_EPILOGUES = {Epilogue.STORE: STORE, Epilogue.ADD: ADD, Epilogue.GATE: GATE}
+_EPILOGUES = {Epilogue.STORE: STORE, Epilogue.ADD: ADD, Epilogue.GATE: GATE, Epilogue.GELU_GATE: GELU_GATE}
 _SIZES = {Rows.TOKENS: layout.HEAD_TOKENS, Rows.SAMPLES: layout.HEAD_SAMPLES}
 
 
@@ -77,7 +77,7 @@ class CpuProgram:
         self._buffers: list[object] = []
         self._scratch = aligned_zeros(num_threads * SCRATCH_BYTES)
         self._head = np.zeros(HEAD_FIELDS, np.int64)
-        self._is_planned = False
+        self._plans: dict[int, int] = {}  # addresses: of the work list by that of its block tables
         self._team: Team | None = None
 
     def __repr__(self) -> str:
@@ -99,7 +99,7 @@ class CpuProgram:
             self._team.close()
             self._team = None
 
-    def embed(self, token_ids: Tensor, table: Linear, out: Tensor) -> None:
+    def embed(self, token_ids: Tensor, table: Linear, out: Tensor, scale: float = 1.0) -> None:
         """See `Program.embed`."""
         packed = self._packed(table)
         self._record(
@@ -110,12 +110,17 @@ class CpuProgram:
                 EmbedField.STEPS: packed.panels.shape[1],
                 EmbedField.OUT: self._address(out),
                 EmbedField.OUT_STRIDE: _stride(out),
+                EmbedField.SCALE: _float_bits(scale),
             },
         )
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, out: Tensor) -> None:
         """See `Program.rms_norm`."""
         self._record_norm(x, weight, eps, out, 0, layout.HEAD_TOKENS)
+
+    def add_rms_norm(self, x: Tensor, weight: Tensor, eps: float, out: Tensor) -> None:
+        """See `Program.add_rms_norm`."""
+        self._record_norm(x, weight, eps, out, 0, layout.HEAD_TOKENS, adds=True)
 
     def rms_norm_rows(self, x: Tensor, index: Tensor, weight: Tensor, eps: float, out: Tensor) -> None:
         """See `Program.rms_norm_rows`."""
@@ -126,12 +131,12 @@ class CpuProgram:
     ) -> None:
         """See `Program.linear`."""
         packed = self._packed(weight)
-        width = packed.out_features // 2 if epilogue is Epilogue.GATE else packed.out_features
+        width = packed.out_features // 2 if epilogue.is_gated else packed.out_features
         _check(x.dtype is self._dtype, f"x is {x.dtype}, the program's dtype is {self._dtype}")
         _check(x.shape[1] == packed.in_features, f"x has {x.shape[1]} columns, the weight takes {packed.in_features}")
         _check(out.shape[1] == width, f"out has {out.shape[1]} columns, the product has {width}")
         _check(epilogue is not Epilogue.ADD or out.dtype is torch.float32, f"sums must be float32, got {out.dtype}")
-        _check(epilogue is not Epilogue.GATE or out.dtype is self._dtype, f"out must be {self._dtype}, got {out.dtype}")
+        _check(not epilogue.is_gated or out.dtype is self._dtype, f"out must be {self._dtype}, got {out.dtype}")
         self._record(
             linear,
             {
@@ -187,7 +192,7 @@ class CpuProgram:
         )
 
     def attention(self, q: Tensor, tables: StepTables, shape: AttentionShape, cache: LayerCache, out: Tensor) -> None:
-        """See `Program.attention`; all layers of a program share one shape and one set of tables."""
+        """See `Program.attention`; all layers of a program share one shape."""
         self._check_cache(shape, cache)
         fields = {
             AttentionField.Q: self._address(q),
@@ -199,8 +204,8 @@ class CpuProgram:
             AttentionField.KV_HEADS: shape.num_kv_heads,
             AttentionField.HEAD_DIM: shape.head_dim,
             AttentionField.BLOCK_SIZE: shape.block_size,
-            AttentionField.WINDOW: shape.window or 0,
-            AttentionField.SINKS: shape.sinks if shape.window else 0,
+            AttentionField.WINDOWS: self._address(tables.windows),
+            AttentionField.SINKS: self._address(tables.sinks),
             AttentionField.SCALE: _float_bits(shape.scale * math.log2(math.e)),
             AttentionField.QUERY_STARTS: self._address(tables.query_starts),
             AttentionField.SEQ_LENS: self._address(tables.seq_lens),
@@ -208,21 +213,27 @@ class CpuProgram:
             AttentionField.BLOCK_TABLES: self._address(tables.block_tables),
             AttentionField.TABLE_STRIDE: _stride(tables.block_tables),
         }
-        if not self._is_planned:
-            self._is_planned = True
-            size = plan_fields(len(tables.token_ids), len(tables.seq_lens), shape.num_heads, shape.num_kv_heads)
-            self._head[layout.HEAD_PLAN] = self._address(aligned_zeros(8 * size))
+        if not self._plans:
             self._head[layout.HEAD_PARTIALS] = self._address(aligned_zeros(MAX_PARTIALS * state_bytes()))
             score = tile_eights if shape.block_size % LANES else tile_sixteens
             self._head[layout.HEAD_SCORE_TILE] = compiled(score, self._dtype, 8)
             self._head[layout.HEAD_VALUE_TILE] = compiled(tile_paged, self._dtype, 10)
+        is_planned = tables.block_tables.data_ptr() in self._plans
+        if not is_planned:
+            size = plan_fields(len(tables.token_ids), len(tables.seq_lens), shape.num_heads, shape.num_kv_heads)
+            self._plans[tables.block_tables.data_ptr()] = self._address(aligned_zeros(8 * size))
+        fields[AttentionField.PLAN] = self._plans[tables.block_tables.data_ptr()]
+        if not is_planned:
             self._record(make_plan, fields)
         self._record(attention, fields)
         self._record(merge_partials, fields)
 
-    def _record_norm(self, x: Tensor, weight: Tensor, eps: float, out: Tensor, index: int, size: int) -> None:
+    def _record_norm(
+        self, x: Tensor, weight: Tensor, eps: float, out: Tensor, index: int, size: int, adds: bool = False
+    ) -> None:
         _check(x.dtype is torch.float32 and weight.dtype is torch.float32, "x and weight must be float32")
-        _check(out.dtype is self._dtype, f"out must be {self._dtype}, got {out.dtype}")
+        wanted = torch.float32 if adds else self._dtype
+        _check(out.dtype is wanted, f"out must be {wanted}, got {out.dtype}")
         self._record(
             rms_norm,
             {
@@ -235,6 +246,7 @@ class CpuProgram:
                 NormField.OUT_STRIDE: _stride(out),
                 NormField.INDEX: index,
                 NormField.SIZE: size,
+                NormField.ADDS: int(adds),
             },
         )
 

@@ -24,12 +24,11 @@ SCRATCH_BYTES = 64 * 1024
     HEAD_ROWS,
     HEAD_SAMPLES,
     HEAD_SCRATCH,
-    HEAD_PLAN,
     HEAD_PARTIALS,
     HEAD_TILE,  # addresses of compiled tiles
     HEAD_SCORE_TILE,
     HEAD_VALUE_TILE,
-) = range(11)
+) = range(10)
 HEAD_FIELDS = 16
 
 KERNEL = 0

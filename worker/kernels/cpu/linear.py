@@ -16,6 +16,7 @@ from worker.kernels.cpu.layout import HEAD_SCRATCH, HEAD_TILE, HEAD_TOKENS, SCRA
 from worker.kernels.cpu.simd import (
     F32,
     LANES,
+    float_of_bits,
     kernel,
     load_i32,
     per_word,
@@ -23,6 +24,7 @@ from worker.kernels.cpu.simd import (
     vadd,
     vdiv,
     vexp2,
+    vfma,
     vload,
     vload_first,
     vmin,
@@ -35,6 +37,7 @@ from worker.kernels.cpu.tile import COLUMNS, MAX_ROWS
 
 _X_CACHE_BYTES = 384 * 1024
 _MINUS_LOG2_E, _LARGEST_POWER, _ONE = np.float32(-1.4426950408889634), np.float32(126.0), np.float32(1.0)
+_GELU_CUBE, _GELU_POWER = np.float32(0.044715), np.float32(-2.302208198)  # the power: -2 sqrt(2 / pi) log2(e)
 _WORD_BYTES = 4
 _PANEL_ROW_BYTES = COLUMNS * _WORD_BYTES
 
@@ -51,12 +54,12 @@ class LinearField(IntEnum):
     OUT_STRIDE = 7  # bytes
     WIDTH = 8  # columns of out
     BIAS = 9  # float32 [panels * 32], or 0
-    EPILOGUE = 10  # STORE, ADD or GATE
+    EPILOGUE = 10  # STORE, ADD, GATE or GELU_GATE
     OUT_IS_F32 = 11
     SIZE = 12  # the head's field with the number of rows
 
 
-STORE, ADD, GATE = range(3)
+STORE, ADD, GATE, GELU_GATE = range(4)
 
 _X, _X_STRIDE, _WEIGHT, _STEPS, _PANELS, _OUT, _OUT_STRIDE, _WIDTH, _BIAS, _EPILOGUE, _OUT_IS_F32, _SIZE = (
     int(f) for f in LinearField
@@ -71,9 +74,10 @@ class EmbedField(IntEnum):
     STEPS = 3
     OUT = 4
     OUT_STRIDE = 5
+    SCALE = 6  # bits of a float32
 
 
-_E_TOKENS, _E_TABLE, _E_STEPS, _E_OUT, _E_OUT_STRIDE = (int(f) for f in EmbedField)
+_E_TOKENS, _E_TABLE, _E_STEPS, _E_OUT, _E_OUT_STRIDE, _E_SCALE = (int(f) for f in EmbedField)
 
 
 @kernel
@@ -99,6 +103,15 @@ def _silu(x: Any) -> Any:
 
 
 @kernel
+def _gelu(x: Any) -> Any:
+    """The tanh form: x / 2 * (1 + tanh(u)) = x / (1 + exp(-2 u)), u = sqrt(2 / pi) * (x + 0.044715 x^3)."""
+    cube = vmul(vmul(x, x), x)
+    inner = vfma(cube, vsplat(_GELU_CUBE), x)
+    power = vmin(vmul(inner, vsplat(_GELU_POWER)), vsplat(_LARGEST_POWER))
+    return vdiv(x, vadd(vexp2(power), vsplat(_ONE)))
+
+
+@kernel
 def _finish_row(tag: Any, record: int, tile: int, out: int, panel: int) -> Any:
     """The epilogue for 32 columns of one row: `tile` holds the sums, `out` is the row."""
     low, high = vload(F32, tile), vload(F32, tile + 64)
@@ -107,9 +120,10 @@ def _finish_row(tag: Any, record: int, tile: int, out: int, panel: int) -> Any:
         low = vadd(low, vload(F32, bias + panel * _PANEL_ROW_BYTES))
         high = vadd(high, vload(F32, bias + panel * _PANEL_ROW_BYTES + 64))
     epilogue, width = field(record, _EPILOGUE), field(record, _WIDTH)
-    if epilogue == GATE:
+    if epilogue >= GATE:
         column = panel * LANES
-        _put(tag, vmul(_silu(low), high), out + column * (_WORD_BYTES // per_word(tag)), width - column)
+        gate = _silu(low) if epilogue == GATE else _gelu(low)
+        _put(tag, vmul(gate, high), out + column * (_WORD_BYTES // per_word(tag)), width - column)
         return
     column = panel * COLUMNS
     if epilogue == ADD:
@@ -148,9 +162,10 @@ def linear(tag: Any, record: int, head: int, thread: int, threads: int) -> None:
 
 
 def embed(tag: Any, record: int, head: int, thread: int, threads: int) -> None:
-    """Copies the tokens' rows out of the packed table, widened to float32."""
+    """Copies the tokens' rows out of the packed table, widened to float32 and scaled."""
     ids, table, steps = field(record, _E_TOKENS), field(record, _E_TABLE), field(record, _E_STEPS)
     first, last = share(field(head, HEAD_TOKENS), thread, threads)
+    scale, width = vsplat(float_of_bits(field(record, _E_SCALE))), steps * per_word(tag)
     for t in range(first, last):
         row = load_i32(ids + 4 * t)
         source = table + (row // COLUMNS) * steps * _PANEL_ROW_BYTES + (row % COLUMNS) * _WORD_BYTES
@@ -162,3 +177,5 @@ def embed(tag: Any, record: int, head: int, thread: int, threads: int) -> None:
                 store_i32(word & 0xFFFF0000, out + 8 * k + 4)
             else:
                 store_i32(word, out + 4 * k)
+        for c in range(0, width, LANES):
+            vstore_first(F32, vmul(vload_first(F32, out + 4 * c, width - c), scale), out + 4 * c, width - c)

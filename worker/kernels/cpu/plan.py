@@ -1,11 +1,11 @@
-"""The work list of attention: made once per step, the same for every layer, split evenly by cost in advance."""
+"""The work list of attention: made once per step for the layers that share a table, split evenly by cost in advance."""
 
 from __future__ import annotations
 
 from enum import IntEnum
 from typing import Any
 
-from worker.kernels.cpu.layout import HEAD_PLAN, HEAD_ROWS, field
+from worker.kernels.cpu.layout import HEAD_ROWS, field
 from worker.kernels.cpu.simd import kernel, load_i32, load_i64, store_i64
 from worker.kernels.cpu.tile import MAX_ROWS
 
@@ -28,18 +28,20 @@ class AttentionField(IntEnum):
     KV_HEADS = 7
     HEAD_DIM = 8
     BLOCK_SIZE = 9
-    WINDOW = 10  # 0: none
+    WINDOWS = 10  # int32, for each row; 0: none
     SCALE = 11  # bits of a float32; times log2(e)
     QUERY_STARTS = 12
     SEQ_LENS = 13
     TABLE_ROWS = 14
     BLOCK_TABLES = 15
     TABLE_STRIDE = 16  # bytes
-    SINKS = 17  # tokens that are seen besides the window; 0 without a window
+    SINKS = 17  # int32, for each row: tokens that are seen besides the window; 0 without a window
+    PLAN = 18
 
 
-_HEADS, _KV_HEADS, _WINDOW = int(AttentionField.HEADS), int(AttentionField.KV_HEADS), int(AttentionField.WINDOW)
+_HEADS, _KV_HEADS, _WINDOWS = int(AttentionField.HEADS), int(AttentionField.KV_HEADS), int(AttentionField.WINDOWS)
 _STARTS, _LENS, _SINKS = int(AttentionField.QUERY_STARTS), int(AttentionField.SEQ_LENS), int(AttentionField.SINKS)
+_PLAN = int(AttentionField.PLAN)
 
 # The plan: counts, each thread's first item, items, merges. Ranges are half-open.
 _NUM_ITEMS, _NUM_MERGES, _BOUNDS = 0, 1, 2
@@ -117,11 +119,12 @@ def make_plan(tag: Any, record: int, head: int, thread: int, threads: int) -> No
     """
     if thread != 0:
         return
-    plan, rows = field(head, HEAD_PLAN), field(head, HEAD_ROWS)
-    kv_heads, window, sinks = field(record, _KV_HEADS), field(record, _WINDOW), sink_tiles(field(record, _SINKS))
+    plan, rows, kv_heads = field(record, _PLAN), field(head, HEAD_ROWS), field(record, _KV_HEADS)
     group = field(record, _HEADS) // kv_heads
     items, merges, partials, total = 0, 0, 0, 0
     for row in range(rows):
+        window = load_i32(field(record, _WINDOWS) + 4 * row)
+        sinks = sink_tiles(load_i32(field(record, _SINKS) + 4 * row))
         start = load_i32(field(record, _STARTS) + 4 * row)
         new = load_i32(field(record, _STARTS) + 4 * row + 4) - start
         position = load_i32(field(record, _LENS) + 4 * row) - new

@@ -43,9 +43,10 @@ class NormField(IntEnum):
     OUT_STRIDE = 7
     INDEX = 8  # int32, which rows of x to take; or 0
     SIZE = 9
+    ADDS = 10  # whether the result is added to out, which is float32 then
 
 
-_X, _X_STRIDE, _WEIGHT, _WIDTH, _EPS, _OUT, _OUT_STRIDE, _INDEX, _SIZE = (int(f) for f in NormField)
+_X, _X_STRIDE, _WEIGHT, _WIDTH, _EPS, _OUT, _OUT_STRIDE, _INDEX, _SIZE, _ADDS = (int(f) for f in NormField)
 
 
 class RopeField(IntEnum):
@@ -75,7 +76,7 @@ class RopeField(IntEnum):
 
 
 @kernel
-def _norm_row(tag: Any, x: int, weight: int, width: int, eps: Any, out: int) -> Any:
+def _norm_row(tag: Any, x: int, weight: int, width: int, eps: Any, out: int, adds: int) -> Any:
     squares = vsplat(np.float32(0.0))
     for c in range(0, width, LANES):
         part = vload_first(F32, x + 4 * c, width - c)
@@ -85,6 +86,9 @@ def _norm_row(tag: Any, x: int, weight: int, width: int, eps: Any, out: int) -> 
     for c in range(0, width, LANES):
         normed = vmul(vload_first(F32, x + 4 * c, width - c), scale)
         value = vmul(normed, vload_first(F32, weight + 4 * c, width - c))
+        if adds != 0:
+            vstore_first(F32, vadd(vload_first(F32, out + 4 * c, width - c), value), out + 4 * c, width - c)
+            continue
         vstore_first(tag, value, out + c * (_WORD_BYTES // per_word(tag)), width - c)
 
 
@@ -96,7 +100,7 @@ def rms_norm(tag: Any, record: int, head: int, thread: int, threads: int) -> Non
         source = load_i32(index + 4 * row) if index != 0 else row
         _norm_row(
             tag, field(record, _X) + source * field(record, _X_STRIDE), field(record, _WEIGHT), field(record, _WIDTH),
-            eps, field(record, _OUT) + row * field(record, _OUT_STRIDE),
+            eps, field(record, _OUT) + row * field(record, _OUT_STRIDE), field(record, _ADDS),
         )  # fmt: skip
 
 
@@ -155,7 +159,7 @@ def rope_store(tag: Any, record: int, head: int, thread: int, threads: int) -> N
             source = x + h * head_dim * 4
             norm = field(record, _Q_NORM) if h < heads else field(record, _K_NORM)
             if norm != 0:
-                _norm_row(F32, source, norm, head_dim, float_of_bits(field(record, _R_EPS)), scratch)
+                _norm_row(F32, source, norm, head_dim, float_of_bits(field(record, _R_EPS)), scratch, 0)
                 source = scratch
             _rotate(tag, source, rope, head_dim // 2, q_out + h * head_dim * size if h < heads else rotated)
             if h >= heads:

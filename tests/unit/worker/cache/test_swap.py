@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import initialize, rule
 
 from common.types import Band, SamplingParams
+from common.window import Window
 from tests.support.fake_executor import generate
 from tests.unit.worker.engine.rig import VOCAB_SIZE, EngineRig
 from tests.unit.worker.engine.test_engine_stateful import STOP_TOKENS, EngineMachine
@@ -17,7 +18,6 @@ from worker.cache.block import BlockKey, keyed_digest
 from worker.cache.host import HostTier
 from worker.cache.manager import CacheManager
 from worker.cache.pool import BlockPool
-from worker.cache.window import Window
 from worker.engine.request import Request
 
 BLOCK = 4

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from common.types import FinishReason, ModelLimits, PositionLogprobs, SamplingParams
+from common.window import Window
 from tests.unit.worker.model.test_runner import CONFIG, weights
 from worker.cache.block import keyed_digest
 from worker.cache.host import Copy, CopyOrders, HostTier
@@ -17,7 +18,6 @@ from worker.cache.manager import CacheManager
 from worker.cache.pool import BlockPool
 from worker.cache.storage import KVLayout, KVStorage
 from worker.cache.swap import BlockCopier, make_copier
-from worker.cache.window import Window
 from worker.engine.engine import Engine
 from worker.engine.scheduler import Scheduler, SchedulerConfig
 from worker.kernels import load_backend
@@ -106,7 +106,7 @@ def answer_all(runner: ModelRunner, *, host: bool, dice: random.Random | None) -
         pool,
         BLOCK,
         keyed_digest(b""),
-        window=runner.window,
+        window=runner.windows[0],
         max_chunk_tokens=16,
         # Whatever computing takes, copying takes less: every preempted request is swapped.
         host=HostTier(pool, copier.num_slots, lambda: -1.0) if copier else None,

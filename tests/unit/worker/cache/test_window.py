@@ -13,13 +13,13 @@ from hypothesis.stateful import initialize
 
 from common.errors import InvalidRequestError
 from common.types import Band, Reason, SamplingParams
+from common.window import Window, narrow
 from tests.support.fake_executor import generate
 from tests.unit.worker.engine.rig import VOCAB_SIZE, EngineRig
 from tests.unit.worker.engine.test_engine_stateful import STOP_TOKENS, EngineMachine
 from worker.cache.block import keyed_digest
 from worker.cache.manager import CacheManager
 from worker.cache.pool import BlockPool
-from worker.cache.window import Window, choose_window
 from worker.engine.request import Request
 
 BLOCK = 4
@@ -51,11 +51,11 @@ def test_no_chunk_needs_more_than_the_most_blocks(num_tokens: int, chunk: int, s
 
 
 def test_a_limit_narrows_the_models_own_window_and_brings_sinks() -> None:
-    assert choose_window(None, 0, 4) is None
-    assert choose_window(100, 0, 4) == Window(100, 0)
-    assert choose_window(100, 200, 4) == Window(100, 0)
-    assert choose_window(100, 64, 4) == Window(64, 4)
-    assert choose_window(None, 64, 4) == Window(64, 4)
+    assert narrow(None, None) is None
+    assert narrow(Window(100), None) == Window(100)
+    assert narrow(Window(100), Window(100, 4)) == Window(100)
+    assert narrow(Window(100), Window(99, 4)) == Window(99, 4)
+    assert narrow(None, Window(64, 4)) == Window(64, 4)
     with pytest.raises(ValueError, match="0 tokens and -1 sinks"):
         Window(0, -1)
 

@@ -7,12 +7,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from common.types import BlockUsage, ClaimRef, FinishReason, ModelLimits, Reason, SamplingParams
+from common.window import Window
 from tests.support.fake_executor import FakeCopier, FakeExecutor, generate
 from worker.cache.block import keyed_digest
 from worker.cache.host import HostTier
 from worker.cache.manager import CacheManager
 from worker.cache.pool import BlockPool
-from worker.cache.window import Window
 from worker.engine.batch import Batch, SampledToken
 from worker.engine.engine import Engine
 from worker.engine.events import RequestRejected, StepStats

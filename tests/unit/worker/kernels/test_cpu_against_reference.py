@@ -58,12 +58,12 @@ def test_linear(
     x = torch.randn(rows + 2, columns, generator=random).to(dtype)
     matrices = [torch.randn(out_features, columns, generator=random) for _ in range(2)]
     biases = [torch.randn(out_features, generator=random), None] if bias else [None, None]
-    width = out_features if epilogue is Epilogue.GATE else 2 * out_features
+    width = out_features if epilogue.is_gated else 2 * out_features
     out_dtype = torch.float32 if epilogue is Epilogue.ADD else dtype
     results = []
     for backend in (CPU, REFERENCE):
         out = torch.ones(rows + 2, width, dtype=out_dtype)
-        if epilogue is Epilogue.GATE:
+        if epilogue.is_gated:
             weight = backend.pack_gated(matrices[0], matrices[1], dtype)
         else:
             weight = backend.pack(matrices, biases, dtype)
@@ -92,8 +92,8 @@ def test_a_product_row_does_not_depend_on_the_other_rows(dtype: torch.dtype) -> 
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("width", [16, 20, 96])
-def test_rms_norm_embedding_and_sample_rows(dtype: torch.dtype, width: int) -> None:
+@pytest.mark.parametrize(("width", "scale"), [(16, 1.0), (20, 7.25), (96, 0.5)])
+def test_rms_norm_embedding_and_sample_rows(dtype: torch.dtype, width: int, scale: float) -> None:
     table, weight = torch.randn(70, width, generator=generator(3)), torch.randn(width, generator=generator(4))
     token_ids = torch.tensor([69, 0, 31, 32, 33, 5], dtype=torch.int32)
     index = torch.tensor([4, 0, 2], dtype=torch.int32)
@@ -102,12 +102,16 @@ def test_rms_norm_embedding_and_sample_rows(dtype: torch.dtype, width: int) -> N
         hidden, normed = torch.zeros(6, width), torch.zeros(6, width, dtype=dtype)
         last = torch.zeros(3, width, dtype=dtype)
         program = backend.program(dtype, 2)
-        program.embed(token_ids, backend.pack([table], [None], dtype), hidden)
+        program.embed(token_ids, backend.pack([table], [None], dtype), hidden, scale)
         program.rms_norm(hidden, weight, 1e-5, normed)
         program.rms_norm_rows(hidden, index, weight, 1e-5, last)
+        summed = torch.ones(6, width)
+        program.add_rms_norm(hidden, weight, 1e-5, summed)
         run(program, 5, samples=3)
-        results.append((hidden, normed, last))
+        results.append((hidden, normed, last, summed))
     assert torch.equal(results[0][0], results[1][0])
+    assert_near(results[0][3], results[1][3], torch.float32)
+    assert (results[0][3][5] == 1).all()
     assert_near(results[0][1], results[1][1], dtype)
     assert_near(results[0][2], results[1][2], dtype)
     assert torch.equal(results[0][2][1], results[0][1][0])
@@ -115,12 +119,13 @@ def test_rms_norm_embedding_and_sample_rows(dtype: torch.dtype, width: int) -> N
 
 @dataclass(frozen=True)
 class Case:
-    """Sequences in a paged cache: (new tokens, length) of each."""
+    """Sequences in a paged cache: (new tokens, length) of each, and (window, sinks) if they have any."""
 
     sequences: tuple[tuple[int, int], ...]
     shape: AttentionShape
     dtype: torch.dtype
     seed: int
+    windows: tuple[tuple[int, int], ...] = ()
 
     def storage(self) -> KVStorage:
         layout = KVLayout(1, self.shape.num_kv_heads, self.shape.head_dim, self.shape.block_size, self.dtype)
@@ -141,9 +146,10 @@ class Case:
         for row, (new, length) in enumerate(self.sequences):
             mine = [order.pop() for _ in range(counts[row])]
             tables[row, : counts[row]] = torch.tensor(mine)
-            if self.shape.window is not None:  # nobody sees these any more: their blocks are somebody else's
-                oldest = max(0, length - new - self.shape.window + 1)
-                tables[row, -(-self.shape.sinks // size) : oldest // size] = 0
+            window, sinks = self.windows[row] if self.windows else (0, 0)
+            if window:  # nobody sees these any more: their blocks are somebody else's
+                oldest = max(0, length - new - window + 1)
+                tables[row, -(-sinks // size) : oldest // size] = 0
             span = range(length - new, length)
             positions.extend(span)
             slots.extend(mine[p // size] * size + p % size for p in span)
@@ -151,6 +157,7 @@ class Case:
         for new, _ in self.sequences:
             starts.append(starts[-1] + new)
         rows = len(self.sequences)
+        windows = torch.tensor(self.windows or [(0, 0)] * rows, dtype=torch.int32)
         return StepTables(
             token_ids=torch.zeros(len(positions), dtype=torch.int32),
             positions=torch.tensor(positions, dtype=torch.int32),
@@ -161,6 +168,8 @@ class Case:
             table_rows=torch.arange(rows, dtype=torch.int32).flip(0),
             block_tables=tables.flip(0).contiguous(),
             sample_tokens=torch.zeros(rows, dtype=torch.int32),
+            windows=windows[:, 0].contiguous(),
+            sinks=windows[:, 1].contiguous(),
         )
 
     @property
@@ -188,10 +197,11 @@ def cases(draw: st.DrawFn) -> Case:
         sequences.append((new, total))
     kv_heads, head_dim = draw(st.integers(1, 3)), draw(st.sampled_from([16, 24, 40, 64, 128, 256]))
     group = draw(st.sampled_from([1, 2, 3, 4, 7, 16]))
-    window = draw(st.one_of(st.none(), st.integers(1, 310)))
-    sinks = draw(st.sampled_from([0, 0, 1, 4, 16, 100, 127, 128, 129, 200])) if window else 0
-    shape = AttentionShape(kv_heads * group, kv_heads, head_dim, block_size, head_dim**-0.5, window, sinks)
-    return Case(tuple(sequences), shape, draw(st.sampled_from(DTYPES)), draw(st.integers(0, 99)))
+    sinks = st.sampled_from([0, 0, 1, 4, 16, 100, 127, 128, 129, 200])
+    window = st.one_of(st.just((0, 0)), st.tuples(st.integers(1, 310), sinks))
+    windows = tuple(draw(window) for _ in sequences)  # each row has its own
+    shape = AttentionShape(kv_heads * group, kv_heads, head_dim, block_size, head_dim**-0.5)
+    return Case(tuple(sequences), shape, draw(st.sampled_from(DTYPES)), draw(st.integers(0, 99)), windows)
 
 
 @settings(max_examples=60, deadline=None)
@@ -205,21 +215,22 @@ def test_attention(case: Case) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("window", "sinks"), [(None, 0), (100, 0), (100, 4), (90, 140)])
+@pytest.mark.parametrize(("window", "sinks"), [(0, 0), (100, 0), (100, 4), (90, 140)])
 def test_attention_of_a_token_is_the_same_in_a_chunk_alone_and_split(
-    dtype: torch.dtype, window: int | None, sinks: int
+    dtype: torch.dtype, window: int, sinks: int
 ) -> None:
-    shape = AttentionShape(6, 2, 32, 16, 32**-0.5, window, sinks)
-    case = Case(((300, 700),), shape, dtype, 5)
+    shape = AttentionShape(6, 2, 32, 16, 32**-0.5)
+    case = Case(((300, 700),), shape, dtype, 5, ((window, sinks),))
     cache, tables = case.storage().layer(0), case.tables()
     q = torch.randn(300, 6 * 32, generator=generator(6)).to(dtype)
     whole = attend(case, "cpu", cache, tables, q)
     for token in (0, 1, 111, 112, 299):
         length = 400 + token + 1
-        single = Case(((1, length),), shape, dtype, 5)
+        single = Case(((1, length),), shape, dtype, 5, case.windows)
         step = StepTables(
             tables.token_ids, tables.positions, tables.slots, torch.tensor([0, 1], dtype=torch.int32),
             torch.tensor([length], dtype=torch.int32), tables.table_rows, tables.block_tables, tables.sample_tokens,
+            tables.windows, tables.sinks,
         )  # fmt: skip
         for threads in (1, 3):
             alone = attend(single, "cpu", cache, step, q[token : token + 1].clone(), threads)
@@ -256,11 +267,12 @@ def test_rope_store(case: Case, norm: bool) -> None:
 def test_a_window_equals_a_mask_over_everything(backend: str, sinks: int, length: int) -> None:
     """Lengths of one less than the window, the window, and more, up to tiles that are left out."""
     window, new, dim = 40, min(length, 50), 16
-    case = Case(((new, length),), AttentionShape(2, 1, dim, 8, 0.25, window, sinks), torch.float32, length)
+    shape = AttentionShape(2, 1, dim, 8, 0.25)
+    case = Case(((new, length),), shape, torch.float32, length, ((window, sinks),))
     cache, tables = case.storage().layer(0), case.tables()
     q = torch.randn(new, 2 * dim, generator=generator(1))
     got = attend(case, backend, cache, tables, q)
-    whole = Case(case.sequences, AttentionShape(2, 1, dim, 8, 0.25, None), torch.float32, length).tables()
+    whole = Case(case.sequences, shape, torch.float32, length).tables()
     blocks = whole.block_tables[0].long()  # without holes
     keys = cache.keys[blocks, 0, :, :, 0].permute(0, 2, 1).reshape(-1, dim)[:length]
     values = cache.values[blocks, 0].reshape(-1, dim)[:length]
@@ -272,7 +284,7 @@ def test_a_window_equals_a_mask_over_everything(backend: str, sinks: int, length
 
 
 def test_what_a_block_held_before_never_matters() -> None:
-    shape = AttentionShape(2, 1, 16, 16, 0.25, None)
+    shape = AttentionShape(2, 1, 16, 16, 0.25)
     case = Case(((5, 5),), shape, torch.bfloat16, 1)
     tables = case.tables()
     qkv = torch.randn(5, shape.qkv_width, generator=generator(1))
@@ -324,3 +336,19 @@ def test_wrong_operands_are_named() -> None:
         CPU.program(torch.float32, 0)
     with pytest.raises(ValueError, match="reference, cpu"):
         load_backend("gpu")
+
+
+def test_layers_with_tables_of_their_own_in_one_program() -> None:
+    """One kind of layer sees everything, the other a window, and their blocks are elsewhere."""
+    shape = AttentionShape(4, 2, 16, 8, 0.25)
+    sequences = ((5, 300), (1, 40), (17, 17))
+    cases = [Case(sequences, shape, torch.float32, seed, windows) for seed, windows in ((1, ()), (2, ((30, 4),) * 3))]
+    q = torch.randn(23, 64, generator=generator(1))
+    parts = [(case, case.storage().layer(0), case.tables()) for case in (*cases, cases[0])]
+    program, outs = CPU.program(torch.float32, 2), [torch.zeros_like(q) for _ in parts]
+    for (_, cache, tables), out in zip(parts, outs, strict=True):
+        program.attention(q, tables, shape, cache, out)
+    run(program, 23, 3)
+    for (case, cache, tables), out in zip(parts, outs, strict=True):
+        assert_near(out, attend(case, "reference", cache, tables, q), torch.float32)
+    assert not torch.allclose(outs[0], outs[1])

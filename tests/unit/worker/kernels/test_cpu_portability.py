@@ -19,8 +19,9 @@ tables = StepTables(
     torch.zeros(7, **int32), torch.arange(13, 20, **int32), torch.arange(13, 20, **int32),
     torch.tensor([0, 7], **int32), torch.tensor([20], **int32),
     torch.zeros(1, **int32), torch.tensor([[0, 1, 2]], **int32), torch.zeros(1, **int32),
+    torch.zeros(1, **int32), torch.zeros(1, **int32),
 )
-shape = AttentionShape(4, 2, 24, 8, 0.2, None)
+shape = AttentionShape(4, 2, 24, 8, 0.2)
 x, matrix = torch.randn(7, 50).bfloat16(), torch.randn(shape.qkv_width, 50)
 rope = torch.randn(20, 2, 12)
 storage = KVStorage(KVLayout(1, 2, 24, 8, torch.bfloat16), 3)

@@ -39,7 +39,7 @@ def test_what_a_sparse_config_means() -> None:
     assert (config.num_kv_heads, config.head_dim, config.rope_theta) == (4, 16, 10000.0)
     assert config.rope_scaling is None
     assert not config.tie_embeddings
-    assert config.sliding_window is None
+    assert config.windows == (None, None)
 
 
 @pytest.mark.parametrize(
@@ -55,7 +55,7 @@ def test_what_a_sparse_config_means() -> None:
     ],
 )
 def test_qwen_has_a_sliding_window_only_where_it_says_so(changes: dict[str, Any], window: int | None) -> None:
-    assert folder_config(QWEN2 | changes, "m").sliding_window == window
+    assert folder_config(QWEN2 | changes, "m").windows == (window, window)
 
 
 @pytest.mark.parametrize(
@@ -81,9 +81,48 @@ def test_what_is_not_supported_is_named(changes: dict[str, Any], message: str) -
         folder_config(LLAMA | changes, "m")
 
 
-def test_a_window_in_some_layers_is_refused() -> None:
-    with pytest.raises(ModelLoadError, match="in 1 of 2 layers"):
-        folder_config(QWEN2 | {"use_sliding_window": True, "max_window_layers": 1}, "m")
+def test_a_window_in_some_layers() -> None:
+    config = folder_config(QWEN2 | {"use_sliding_window": True, "max_window_layers": 1}, "m")
+    assert config.windows == (None, 64)
+    kinds = ["sliding_attention", "full_attention"]
+    assert folder_config(QWEN2 | {"use_sliding_window": True, "layer_types": kinds}, "m").windows == (64, None)
+
+
+GEMMA3 = LLAMA | {
+    "architectures": ["Gemma3ForCausalLM"],
+    "num_hidden_layers": 7,
+    "query_pre_attn_scalar": 64,
+    "sliding_window": 512,
+    "rope_theta": 1e6,
+}
+
+
+def test_what_a_sparse_gemma_config_means() -> None:
+    config = folder_config(GEMMA3, "m")
+    assert config.windows == (512, 512, 512, 512, 512, None, 512)
+    assert (config.rope_theta, config.local_rope_theta) == (1e6, 10000.0)
+    assert (config.attention_scale, config.embed_scale) == (0.125, config.hidden_size**0.5)
+    assert config.tie_embeddings
+    assert config.qk_norm
+    assert folder_config(GEMMA3 | {"sliding_window_pattern": 2}, "m").windows == (512, None) * 3 + (512,)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"hidden_activation": "silu"}, "activation silu is not supported; supported is gelu_pytorch_tanh"),
+        ({"final_logit_softcapping": 30.0}, "final_logit_softcapping"),
+        ({"use_bidirectional_attention": True}, "use_bidirectional_attention"),
+        ({"query_pre_attn_scalar": None}, "has no query_pre_attn_scalar"),
+        (
+            {"rope_parameters": {"sliding_attention": {"rope_type": "linear", "factor": 2}}},
+            "scaling of layers with a sliding window",
+        ),
+    ],
+)
+def test_what_is_not_supported_of_gemma_is_named(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ModelLoadError, match=message):
+        folder_config(GEMMA3 | changes, "m")
 
 
 def test_yarn_and_its_default_values() -> None:

@@ -37,7 +37,7 @@ VARIANTS = {
     "tied": replace(CONFIG, tie_embeddings=True),
     "biases": replace(CONFIG, attention_bias=True, o_bias=True),
     "qk_norm": replace(CONFIG, qk_norm=True),
-    "window": replace(CONFIG, sliding_window=20),
+    "window": replace(CONFIG, layer_windows=(20,) * CONFIG.num_layers),
     "yarn": replace(CONFIG, rope_scaling=RopeScaling("yarn", 4.0, 128)),
 }
 DTYPES = (torch.float32, torch.bfloat16)

@@ -7,11 +7,11 @@ from dataclasses import replace
 import pytest
 import torch
 
+from common.window import Window
 from tests.unit.worker.model.test_runner import CONFIG, Greedy, make_request, prompt, step, weights
 from worker.cache.block import keyed_digest
 from worker.cache.manager import CacheManager
 from worker.cache.pool import BlockPool
-from worker.cache.window import Window
 from worker.kernels import load_backend
 from worker.model.runner import ModelRunner
 
@@ -20,7 +20,7 @@ BLOCK = 8
 
 
 def make_runner(backend: str, dtype: torch.dtype, window: Window | None, own: int | None = None) -> ModelRunner:
-    config = replace(CONFIG, sliding_window=own)
+    config = replace(CONFIG, layer_windows=(own,) * CONFIG.num_layers)
     return ModelRunner(
         config,
         weights(config),

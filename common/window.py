@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 
@@ -22,6 +23,11 @@ class Window:
                 f"a window of {self.num_tokens} tokens and {self.num_sinks} sinks; at least 1 and 0 are needed"
             )
 
+    @property
+    def num_seen(self) -> int:
+        """Tokens that a query sees at most."""
+        return self.num_tokens + self.num_sinks
+
     def num_sink_blocks(self, block_size: int) -> int:
         """Leading blocks that are never given back."""
         return -(-self.num_sinks // block_size)
@@ -37,12 +43,16 @@ class Window:
         return self.num_sink_blocks(block_size) + (span - 2) // block_size + 2
 
 
-def choose_window(own: int | None, limit: int, num_sinks: int) -> Window | None:
-    """The window to serve a model with that was trained with `own` (None: without), limited to `limit` tokens if that
-    is not 0.
+Windows = tuple[Window | None, ...]
+"""What the layers of each block table see; None: everything."""
 
-    Sinks are kept only where the limit is narrower than what the model was trained for.
-    """
-    if limit and (own is None or limit < own):
-        return Window(limit, num_sinks)
-    return None if own is None else Window(own)
+
+def narrow(own: Window | None, limit: Window | None) -> Window | None:
+    """The narrower of the two; `limit` must be really narrower, for its sinks are for tokens that the model misses."""
+    return limit if limit is not None and (own is None or limit.num_tokens < own.num_tokens) else own
+
+
+def widest(windows: Iterable[Window | None]) -> int | None:
+    """Tokens that the widest of these windows holds; None if one has no end."""
+    sizes = [None if window is None else window.num_tokens for window in windows]
+    return None if None in sizes else max(size for size in sizes if size is not None)
