@@ -92,7 +92,9 @@ class GatewayApp:
             metrics,
             clock,
             drain_rate,
-            DispatcherSettings(self.gateway_id, settings.max_attempts),
+            DispatcherSettings(
+                self.gateway_id, settings.max_attempts, settings.credit_output_tokens, settings.heartbeat_ttl_s
+            ),
         )
         self._housekeeper = Housekeeper(
             self.dispatcher,
@@ -144,7 +146,6 @@ class GatewayApp:
             HandlerSettings(
                 self.gateway_id,
                 settings.max_queue_length,
-                settings.credit_output_tokens,
                 takeover_s=settings.heartbeat_ttl_s + 2 * settings.heartbeat_s,
             ),
             choose_id=lambda: random.randbytes(12).hex(),
@@ -315,6 +316,7 @@ def _queue_settings(settings: GatewaySettings) -> QueueSettings:
         normal_headroom=settings.normal_headroom,
         low_headroom=settings.low_headroom,
         long_wait_s=settings.long_wait_s,
+        prefix_weight=settings.prefix_weight,
         timeout_s=settings.store_timeout_s,
     )
 

@@ -68,6 +68,13 @@ class GatewaySettings(Settings):
     long_wait_s: float = Field(
         60.0, ge=0, description="seconds after which a request's turn may come by its wait alone, one claim in 32"
     )
+    prefix_weight: float = Field(
+        0.25,
+        ge=0,
+        le=1,
+        description="load, as part of a worker's slots and blocks, that having all of a prompt cached makes up for; "
+        "more finds more cached, and loads workers less evenly",
+    )
     max_attempts: int = Field(3, ge=1, description="workers that a request may lose before it fails with WORKER_LOST")
     credit_output_tokens: int = Field(
         64, ge=1, description="output tokens for which blocks are reserved at dispatch, besides the prompt's"

@@ -26,6 +26,7 @@ from gateway.lifecycle import RequestState, failed, finished
 from gateway.live import LiveRequest
 from gateway.placement.fleet import Fleet
 from gateway.placement.model import ServedModel
+from gateway.placement.scoring import CachedPrefixes, Prefix
 from gateway.placement.worker import RejectedEvent, TokensEvent, WorkerSession, WorkerState
 from gateway.queueing.meter import OutputMeter
 from gateway.queueing.queue import Claim, Place, Queue, QueueEntry
@@ -59,6 +60,8 @@ class DispatcherSettings:
 
     gateway_id: str
     max_attempts: int  # workers that a request may lose
+    credit_output_tokens: int  # for which a claim reserves blocks
+    reach_ttl_s: float  # how long the queue is to remember which workers are reached
 
 
 class Dispatcher:
@@ -85,6 +88,9 @@ class Dispatcher:
         self._settings = settings
         self._live: dict[str, LiveRequest] = {}
         self._reports = PendingReports()
+        self._prefixes = CachedPrefixes()
+        self._telling = asyncio.Lock()
+        self._told_reached: list[str] = []
         self.output_meter = OutputMeter()
         self._itl = {band: metrics.itl.labels(band.name.lower()) for band in Band}
         self._wake = asyncio.Event()
@@ -152,6 +158,19 @@ class Dispatcher:
         live.end(finished(FinishReason.CANCELLED))
         return True
 
+    def entry_of(self, live: LiveRequest) -> QueueEntry:
+        """A request as the queue is to know it now."""
+        model = live.request.model.limits.model
+        workers = (
+            s.worker_id for s in self._fleet.sessions if s.state is WorkerState.READY and s.limits.model == model
+        )
+        return live.queue_entry(
+            self._settings.gateway_id,
+            credit_output_tokens=self._settings.credit_output_tokens,
+            max_pool_tokens=self._fleet.max_pool_tokens(model),
+            cached_blocks=self._prefixes.believed(live.prefix, workers),
+        )
+
     # Claims
 
     def _accept(self, claim: Claim) -> None:
@@ -181,6 +200,8 @@ class Dispatcher:
             session.submit(live.submission(claim.attempt))
         except UnavailableError:
             self._return_to_queue(live, claim, Place.SAME, "no_session")
+            return
+        live.belief = self._prefixes.note(claim.worker_id, claim.worker_epoch, live.prefix)
 
     async def _finish_unknown(self, fleet_id: str) -> None:
         try:
@@ -190,6 +211,7 @@ class Dispatcher:
 
     def _return_to_queue(self, live: LiveRequest, claim: Claim, place: Place, cause: str) -> None:
         """Undoes a claim. After a refusal it waits a little, or the same stale numbers would bring it back at once."""
+        live.renew_prefix()
         # One that never began has waited all the time; one that was interrupted waits anew.
         live.back_to_queue(queued_at=live.queued_at if place is Place.SAME else self._clock.monotonic())
         self._metrics.requeued.labels(cause).inc()
@@ -206,9 +228,7 @@ class Dispatcher:
             if live.lifecycle.is_ended or live.claim is not None:
                 return
             try:
-                await self._queue.requeue(
-                    live.fleet_id, attempt=claim.attempt, place=place, num_input_tokens=live.num_input_tokens
-                )
+                await self._queue.requeue(self.entry_of(live), attempt=claim.attempt, place=place)
             except UnavailableError as error:
                 self._store.failed(error)
                 backoff_s = min(max(2 * backoff_s, _FIRST_BACKOFF_S), _MAX_BACKOFF_S)
@@ -231,9 +251,8 @@ class Dispatcher:
 
     def restore(self, live: LiveRequest) -> None:
         """The queue has lost a request: one that waits is enqueued again, one that runs goes on without the queue."""
-        entry = live.lost_entry()
-        if entry is not None and live.lifecycle.state is RequestState.QUEUED:
-            self._background.spawn(self._restore(live, entry), "restore")
+        if live.is_enqueued and live.lifecycle.state is RequestState.QUEUED:
+            self._background.spawn(self._restore(live, self.entry_of(live)), "restore")
 
     async def _restore(self, live: LiveRequest, entry: QueueEntry) -> None:
         with self._store.watched():  # the next heartbeat tells again
@@ -261,11 +280,24 @@ class Dispatcher:
             is_draining = session is not None and session.state is WorkerState.DRAINING
             self._resume(live, live.claim, "given_up", is_loss=not is_draining)
             return
+        self._learn_prefix(live, event)
         now = self._clock.monotonic()
         if event.token_ids and live.last_token_at is not None:
             self._itl[live.request.band].observe(now - live.last_token_at)
         self.output_meter.add(live.request.flow, len(event.token_ids))
         live.receive(event, now)
+
+    def _learn_prefix(self, live: LiveRequest, event: TokensEvent) -> None:
+        """With its first tokens a worker says what it found cached, and with the last ones it has all of them."""
+        if event.token_ids and live.belief is not None:
+            if event.cached_prompt_tokens < len(live.request.prompt_token_ids):  # else more may have been found
+                self._prefixes.correct(live.belief, event.cached_prompt_tokens)
+            live.belief = None
+        claim = live.claim
+        if event.finish_reason is not None and claim is not None:
+            tokens = (*live.request.prompt_token_ids, *live.output_token_ids, *event.token_ids)
+            whole = Prefix(tokens, live.request.tenant.cache_salt)
+            self._prefixes.note(claim.worker_id, claim.worker_epoch, whole)
 
     def on_late_tokens(self, num_tokens: int) -> None:
         """A worker has made tokens before it knew that nobody wants them."""
@@ -294,6 +326,7 @@ class Dispatcher:
         """Takes a session into the fleet. False if a session with that start of the worker is there already."""
         is_new = self._fleet.add(session, model)
         if is_new:
+            self._prefixes.add(session.worker_id, session.epoch, session.limits)
             _log.info("worker_ready", worker_id=session.worker_id, epoch=session.epoch, model=model.limits.model)
             self._show_sessions()
         return is_new
@@ -307,6 +340,7 @@ class Dispatcher:
         """Requeues everything that this start of the worker had from here."""
         self._fleet.remove(worker_id, epoch)
         self._reports.forget(worker_id, epoch)
+        self._prefixes.remove(worker_id, epoch)
         self._show_sessions()
         if self._fleet.latest(worker_id) is None:
             self._metrics.forget_worker(worker_id)
@@ -328,6 +362,17 @@ class Dispatcher:
     def _show_sessions(self) -> None:
         for state in WorkerState:
             self._metrics.sessions.labels(state.value).set(sum(s.state is state for s in self._fleet.sessions))
+        self._background.spawn(self.tell_reached(), "reach")
+
+    async def tell_reached(self) -> None:
+        """Says in the queue to which workers this gateway can submit now; to be repeated, as the queue forgets it."""
+        async with self._telling:  # one after the other, or an older word could come last
+            reached = sorted(s.worker_id for s in self._fleet.sessions if s.state is WorkerState.READY)
+            with self._store.watched():
+                await self._queue.reach(reached, ttl_s=self._settings.reach_ttl_s)
+                if reached != self._told_reached:
+                    self._told_reached = reached
+                    self.kick()
 
     # Loops
 

@@ -61,7 +61,6 @@ class HandlerSettings:
 
     gateway_id: str
     max_queue_length: int
-    credit_output_tokens: int
     takeover_s: float
 
 
@@ -271,13 +270,8 @@ class Handler:
             return
         live.lifecycle.advance(RequestState.ADMITTED)
         live.enter_queue(self._clock.monotonic())
-        entry = live.queue_entry(
-            settings.gateway_id,
-            credit_output_tokens=settings.credit_output_tokens,
-            max_pool_tokens=self._fleet.max_pool_tokens(request.model.limits.model),
-        )
         try:
-            if not await self._enqueue(live, entry):
+            if not await self._enqueue(live, self._dispatcher.entry_of(live)):
                 live.end(finished(FinishReason.CANCELLED))
                 return
         except UnavailableError as error:

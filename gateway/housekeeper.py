@@ -103,6 +103,7 @@ class Housekeeper:
             self._store.failed(error)
             return
         self._store.answered()
+        await self._dispatcher.tell_reached()
         self._restore(unknown)
         self._num_waiting = sum(depth.num_waiting for depth in depths)
         for depth in depths:

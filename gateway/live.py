@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 from common.types import Band, FinishReason, PositionLogprobs, SamplingParams, Usage
 from gateway.admission.limits import Remaining
@@ -12,6 +12,7 @@ from gateway.journal import Pen
 from gateway.lifecycle import Lifecycle, Outcome, RequestState
 from gateway.mailbox import Mailbox
 from gateway.placement.model import ServedModel
+from gateway.placement.scoring import Belief, Prefix
 from gateway.placement.worker import Submission, TokensEvent
 from gateway.queueing.queue import Claim, Flow, QueueEntry
 from gateway.tenants import Tenant
@@ -69,7 +70,8 @@ class LiveRequest:
         self.record_id = ""  # in the ledger, once it is accepted
         self._heard_attempt = 0  # the latest that has made a token
         self.num_refusals = 0  # in a row, by workers without room
-        self.entry: QueueEntry | None = None  # as it was enqueued
+        self.prefix = Prefix(request.prompt_token_ids, request.tenant.cache_salt)  # of its input in the present attempt
+        self.belief: Belief | None = None  # what its worker was thought to have cached of that, until it says so
         self.last_attempt = 0
         self.is_generated = False  # a worker has said its last word, which the client may not have read yet
         self.is_reserved = False
@@ -97,10 +99,18 @@ class LiveRequest:
         """Prompt tokens that this run pays for: none, if a former run has."""
         return 0 if self.num_prior_tokens else len(self.request.prompt_token_ids)
 
-    def queue_entry(self, owner: str, *, credit_output_tokens: int, max_pool_tokens: int | None) -> QueueEntry:
-        """The request as the queue knows it. The credit is cut to the largest pool, so that it can be had at all."""
-        needed = self.num_input_tokens + min(self.request.sampling.max_tokens, credit_output_tokens)
-        self.entry = QueueEntry(
+    def queue_entry(
+        self,
+        owner: str,
+        *,
+        credit_output_tokens: int,
+        max_pool_tokens: int | None,
+        cached_blocks: Mapping[str, int] | None = None,
+    ) -> QueueEntry:
+        """The request as the queue is to know it now. The credit is cut to the largest pool, so that it can be had."""
+        num_left = self.request.sampling.max_tokens - len(self.output_token_ids)
+        needed = self.num_input_tokens + min(num_left, credit_output_tokens)
+        return QueueEntry(
             request_id=self.fleet_id,
             owner=owner,
             model=self.request.model.limits.model,
@@ -109,14 +119,15 @@ class LiveRequest:
             num_input_tokens=self.num_input_tokens,
             num_tokens_needed=needed if max_pool_tokens is None else min(needed, max_pool_tokens),
             weight=self.request.tenant.weight,
+            attempt=self.last_attempt,
+            is_resumed=self.is_resumed or self.num_losses > 0,
+            cached_blocks=cached_blocks or {},
         )
-        return self.entry
 
-    def lost_entry(self) -> QueueEntry | None:
-        """What to tell a queue that has lost it; None if it was never there."""
-        if self.entry is None:
-            return None
-        return replace(self.entry, num_input_tokens=self.num_input_tokens, attempt=self.last_attempt)
+    def renew_prefix(self) -> None:
+        """Its next attempt begins with what it has produced."""
+        tokens = (*self.request.prompt_token_ids, *self.output_token_ids)
+        self.prefix = Prefix(tokens, self.request.tenant.cache_salt)
 
     def submission(self, attempt: int) -> Submission:
         """The next attempt, which goes on after the tokens received so far."""
@@ -135,6 +146,7 @@ class LiveRequest:
         self.is_resumed = True
         self.output_token_ids.extend(token_ids)
         self.num_prior_tokens = len(token_ids)
+        self.renew_prefix()
         self.pen = pen
 
     def enter_queue(self, now: float) -> None:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import Protocol
 
@@ -32,6 +32,9 @@ class QueueEntry:
     num_tokens_needed: int  # tokens of KV to reserve as credit when claimed
     weight: int = 1  # of the tenant, at least 1: backlogged flows of a band are served in proportion to it
     attempt: int = 0  # of its last claim, if the queue has lost it and it is enqueued again
+    is_resumed: bool = False  # goes on with an answer that was begun: in the first place of its flow
+    # By worker, leading blocks of its input that the owner believes cached there; none for workers that are left out.
+    cached_blocks: Mapping[str, int] = field(default_factory=dict, hash=False)
 
     @property
     def flow(self) -> Flow:
@@ -102,7 +105,7 @@ class Queue(Protocol):
     when the store cannot be reached. The store's clock is the only clock."""
 
     async def enqueue(self, entry: QueueEntry, *, max_length: int, max_of_tenant: int | None = None) -> None:
-        """Adds a request at the end of the fresh work of its flow.
+        """Adds a request at the end of the fresh work of its flow, or of the resumed work.
 
         Raises DuplicateRequestError if a live request has the id and LimitExceededError(QUEUE_FULL) if its band
         already holds `max_length` waiting requests, or all bands together `max_of_tenant` of its tenant; either way
@@ -117,15 +120,21 @@ class Queue(Protocol):
         The order: bands by priority, but a lower one gets its least share of the tokens served; inside a band the flow
         that was served least for its weight; inside a flow by place. Now and then the longest wait comes first.
 
+        A request goes to a worker that has room for it and that its owner reaches: the one with the most of its slots
+        and blocks free, where a worker that is believed to have the request's input cached counts as a little freer.
+
         Reports older than the stored (epoch, seq) change no numbers; the claims that a report accounts for are
         forgotten either way once the stored numbers contain them. Returns the claims made for requests of every owner;
         claims of other owners are also put into their inbox, so the caller acts only on its own.
         """
         ...
 
-    async def requeue(self, request_id: str, *, attempt: int, place: Place, num_input_tokens: int) -> bool:
-        """Undoes a claim: the request waits again. False (and no change) if that attempt is not this
-        gateway's present claim: another is, or the request waits already, its lease having passed."""
+    async def requeue(self, entry: QueueEntry, *, attempt: int, place: Place) -> bool:
+        """Undoes a claim: the request waits again, with the tokens and cached blocks that the entry says now.
+
+        False (and no change) if that attempt is not this gateway's present claim: another is, or the request waits
+        already, its lease having passed.
+        """
         ...
 
     async def charge(self, output_tokens: Mapping[Flow, int]) -> None:
@@ -158,6 +167,11 @@ class Queue(Protocol):
 
     async def workers(self) -> list[WorkerRecord]:
         """All workers whose announcement has not expired."""
+        ...
+
+    async def reach(self, worker_ids: Collection[str], *, ttl_s: float) -> None:
+        """Says which workers this gateway can submit to: claims of its requests are made on these only, for as long as
+        it lives. A gateway that has never said so, or not for ttl_s, is taken to reach all."""
         ...
 
     async def forget_worker(self, worker_id: str, *, epoch: int) -> None:

@@ -56,7 +56,8 @@ class PoolKeys:
     def request(self, request_id: str) -> str:
         """HASH, one live request. Written by enqueue, removed by finish or by reaping its dead owner.
 
-        owner, model, band, tenant, input_tokens, tokens_needed: as enqueued (input_tokens is renewed by requeue);
+        owner, model, band, tenant, input_tokens, tokens_needed, cached: as enqueued; the last three are renewed by
+        requeue. cached: JSON {worker id: leading blocks believed cached there}, empty for none;
         arrival: its number in the sequence; rank: -1 once it was resumed after a lost worker, 1 once it was handed
         back, else 0; turn: number in the sequence when its present wait began, waiting_since: the time of that;
         attempt: of the last claim, 0 before the first; worker, epoch: of the present claim, empty while it waits;
@@ -102,6 +103,13 @@ class PoolKeys:
     def owned(self, gateway_id: str) -> str:
         """SET of the ids of a gateway's live requests: makes reaping a dead gateway cheap. Follows `request`."""
         return f"{self.prefix}owned:{gateway_id}"
+
+    def reached(self, gateway_id: str) -> str:
+        """SET of the workers that a gateway can submit to, and the empty name, so that there is a set even for none.
+
+        Written by reach; expires some time after it, removed by leave and by whoever reaps the gateway.
+        """
+        return f"{self.prefix}reached:{gateway_id}"
 
     def inbox(self, gateway_id: str) -> str:
         """STREAM of what others ask of it: kind ("claim" or "cancel"), request_id, a claim's worker, epoch, attempt.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,6 +24,7 @@ _SCRIPT_NAMES = (
     "send_cancel",
     "announce",
     "workers",
+    "reach",
     "forget_worker",
     "heartbeat",
     "leave",
@@ -44,7 +45,7 @@ class QueueSettings:
     report_ttl_s: float = 5.0  # a worker silent for this long has no credit
     owner_ttl_s: float = 10.0  # how long a gateway that enqueues before its first heartbeat is taken to live
     max_overtakes: int = 16  # how often a head that does not fit is overtaken before a worker is kept free for it
-    max_passed: int = 32  # how many heads that do not fit are looked past in one dispatch
+    max_passed: int = 32  # how many heads that do not fit where there is credit are looked past in one dispatch
     input_weight: int = 1  # of an input token in the service that a flow has got
     output_weight: int = 2  # of an output token
     normal_share: float = 0.1  # least share of the normal band in the tokens served, while it and a higher one wait
@@ -54,6 +55,7 @@ class QueueSettings:
     )
     low_headroom: float = 0.0  # the same for the low band; claims by share or by wait need leave nothing
     max_owed_tokens: int = 20_000  # weighted tokens of its share that a band can save up
+    prefix_weight: float = 0.25  # how much freer a worker counts, by share, that has all of a request's input cached
     long_wait_s: float = 60.0  # after this long a request's turn may come by its wait, whatever its band and flow
     claims_per_long_wait: int = 32  # of so many claims, one goes to the longest wait if that is long
     timeout_s: float = 5.0  # for connecting, and for each reply
@@ -116,6 +118,8 @@ class RedisQueue:
                 _NO_LIMIT if max_of_tenant is None else max_of_tenant,
                 microseconds(self._settings.owner_ttl_s),
                 entry.attempt,
+                int(entry.is_resumed),
+                _cached_blocks(entry),
             )
         except UnavailableError:
             self._doubtful.add(entry.request_id)
@@ -155,6 +159,7 @@ class RedisQueue:
             bounds.claims_per_long_wait - 1,
             round(bounds.normal_headroom * 1000),
             round(bounds.low_headroom * 1000),
+            round(bounds.prefix_weight * 1000),
             len(reports),
         ]
         for report in reports:
@@ -162,10 +167,10 @@ class RedisQueue:
         claims = await self._run("dispatch", *arguments)
         return [_claim(*(text(field) for field in claim)) for claim in claims]
 
-    async def requeue(self, request_id: str, *, attempt: int, place: Place, num_input_tokens: int) -> bool:
+    async def requeue(self, entry: QueueEntry, *, attempt: int, place: Place) -> bool:
         """Undoes a claim: the request waits again. See `Queue.requeue`."""
-        arguments = (request_id, self._gateway_id, attempt, place.value, num_input_tokens)
-        return bool(await self._run("requeue", *arguments))
+        renewed = (entry.num_input_tokens, entry.num_tokens_needed, _cached_blocks(entry))
+        return bool(await self._run("requeue", entry.request_id, self._gateway_id, attempt, place.value, *renewed))
 
     async def charge(self, output_tokens: Mapping[Flow, int]) -> None:
         """Counts tokens that were made for flows since the last call. See `Queue.charge`."""
@@ -224,6 +229,10 @@ class RedisQueue:
             for worker, known in zip(reply[::2], reply[1::2], strict=True)
         ]
 
+    async def reach(self, worker_ids: Collection[str], *, ttl_s: float) -> None:
+        """Says which workers this gateway can submit to. See `Queue.reach`."""
+        await self._run("reach", self._gateway_id, microseconds(ttl_s), *worker_ids)
+
     async def forget_worker(self, worker_id: str, *, epoch: int) -> None:
         """Removes a lost worker's numbers and so its credit, unless a newer epoch is known."""
         await self._run("forget_worker", worker_id, epoch)
@@ -253,6 +262,10 @@ class RedisQueue:
 
     async def _run(self, name: str, *arguments: Argument) -> Any:
         return await self._link.send(self._scripts[name], self._pool_keys, (self._keys.prefix, *arguments))
+
+
+def _cached_blocks(entry: QueueEntry) -> str:
+    return json.dumps(dict(entry.cached_blocks)) if entry.cached_blocks else ""
 
 
 def _report_arguments(report: WorkerReport) -> list[Argument]:

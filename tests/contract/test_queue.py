@@ -51,6 +51,13 @@ async def finish(queue: Queue, *request_ids: str) -> None:
         assert await queue.finish(request_id)
 
 
+async def requeue(
+    queue: Queue, request_id: str, attempt: int, place: Place, input_tokens: int, **fields: object
+) -> bool:
+    item = entry(request_id, input_tokens=input_tokens, **fields)  # type: ignore[arg-type]
+    return await queue.requeue(item, attempt=attempt, place=place)
+
+
 class TestOrder:
     async def test_first_come_first_served_inside_a_band(self, queue: Queue) -> None:
         await enqueue(queue, "c", "a", "b")
@@ -71,26 +78,32 @@ class TestOrder:
         await enqueue(queue, "c")
         await enqueue(queue, "h", band=Band.HIGH)
         for claim in reversed(claims):
-            assert await queue.requeue(claim.request_id, attempt=1, place=Place.FIRST, num_input_tokens=9)
+            assert await requeue(queue, claim.request_id, 1, Place.FIRST, 9)
         again = await queue.dispatch([report(epoch=2)])
         assert ids(again) == ["h", "a", "b", "c"]
         assert [claim.attempt for claim in again] == [1, 2, 2, 1]
         await finish(queue, "a", "b", "c", "h")
 
+    async def test_what_is_enqueued_as_resumed_goes_before_fresh_work_of_its_flow(self, queue: Queue) -> None:
+        await enqueue(queue, "a", "b")
+        await enqueue(queue, "c", is_resumed=True)
+        assert ids(await queue.dispatch([report()])) == ["c", "a", "b"]
+        await finish(queue, "a", "b", "c")
+
     async def test_a_claim_handed_back_keeps_its_place(self, queue: Queue) -> None:
         await enqueue(queue, "a", "b")
         await queue.dispatch([report(slots=1)])
-        assert await queue.requeue("a", attempt=1, place=Place.SAME, num_input_tokens=1)
+        assert await requeue(queue, "a", 1, Place.SAME, 1)
         assert ids(await queue.dispatch([report(seq=2)])) == ["a", "b"]
         await finish(queue, "a", "b")
 
     async def test_a_resumed_request_handed_back_stays_ahead_of_fresh_ones(self, queue: Queue) -> None:
         await enqueue(queue, "a", "b")
         await queue.dispatch([report(slots=2)])
-        assert await queue.requeue("b", attempt=1, place=Place.FIRST, num_input_tokens=1)
-        assert await queue.requeue("a", attempt=1, place=Place.SAME, num_input_tokens=1)
+        assert await requeue(queue, "b", 1, Place.FIRST, 1)
+        assert await requeue(queue, "a", 1, Place.SAME, 1)
         assert ids(await queue.dispatch([report(seq=2, slots=1)])) == ["b"]
-        assert await queue.requeue("b", attempt=2, place=Place.SAME, num_input_tokens=1)
+        assert await requeue(queue, "b", 2, Place.SAME, 1)
         assert ids(await queue.dispatch([report(seq=3)])) == ["b", "a"]
         await finish(queue, "a", "b")
 
@@ -150,7 +163,7 @@ class TestFairness:
         await enqueue(queue, "b1", tenant="b", input_tokens=60)
         await enqueue(queue, "b2", tenant="b", input_tokens=60)
         assert ids(await queue.dispatch([report(slots=2)])) == ["a1", "b1"]
-        assert await queue.requeue("a1", attempt=1, place=Place.SAME, num_input_tokens=100)
+        assert await requeue(queue, "a1", 1, Place.SAME, 100)
         assert ids(await queue.dispatch([report(seq=2, slots=2)])) == ["a1"], "0 against 60"
         await finish(queue, "a1", "a2", "b1", "b2")
 
@@ -158,7 +171,7 @@ class TestFairness:
         await enqueue(queue, "a1", "a2", tenant="a", input_tokens=100)
         await enqueue(queue, "b1", "b2", "b3", tenant="b", input_tokens=60)
         assert ids(await queue.dispatch([report(slots=3)])) == ["a1", "b1", "b2"]
-        assert await queue.requeue("a1", attempt=1, place=Place.FIRST, num_input_tokens=400)
+        assert await requeue(queue, "a1", 1, Place.FIRST, 400)
         claims = await queue.dispatch([report(epoch=2, slots=3)])
         assert ids(claims) == ["a1", "a2", "b3"], "100 against 120 before and after a1 is claimed again"
         await finish(queue, "a1", "a2", "b1", "b2", "b3")
@@ -166,7 +179,7 @@ class TestFairness:
     async def test_what_was_handed_back_goes_behind_fresh_work_of_its_flow(self, queue: Queue) -> None:
         await enqueue(queue, "long", "a", "b")
         await queue.dispatch([report(slots=1)])
-        assert await queue.requeue("long", attempt=1, place=Place.LAST, num_input_tokens=900)
+        assert await requeue(queue, "long", 1, Place.LAST, 900)
         await enqueue(queue, "c")
         assert ids(await queue.dispatch([report(seq=2)])) == ["a", "b", "c", "long"]
         await finish(queue, "long", *"abc")
@@ -245,7 +258,7 @@ class TestShares:
         await enqueue(queue, "h1", band=Band.HIGH, input_tokens=10)
         await enqueue(queue, "n", input_tokens=40)
         assert ids(await queue.dispatch([report(slots=1)])) == ["h0"]
-        assert await queue.requeue("h0", attempt=1, place=Place.SAME, num_input_tokens=100)
+        assert await requeue(queue, "h0", 1, Place.SAME, 100)
         assert ids(await queue.dispatch([report(seq=2, slots=3)])) == ["h0", "n", "h1"]
         await finish(queue, "h0", "h1", "n")
 
@@ -306,7 +319,7 @@ class TestLongWaits:
         queue = make_queue("g1", replace(SETTINGS, long_wait_s=0.0, claims_per_long_wait=3))
         await enqueue(queue, "long")
         await queue.dispatch([report(slots=1)])
-        assert await queue.requeue("long", attempt=1, place=Place.LAST, num_input_tokens=900)
+        assert await requeue(queue, "long", 1, Place.LAST, 900)
         await enqueue(queue, *"abcd")
         assert ids(await queue.dispatch([report(seq=2)])) == ["a", "long", "b", "c"], "the first claim was its own"
         await finish(queue, "long", *"abcd")
@@ -397,7 +410,7 @@ class TestCredit:
     async def test_an_accounted_earlier_attempt_does_not_free_the_present_claim(self, queue: Queue) -> None:
         await enqueue(queue, "a", "b")
         first = await queue.dispatch([report(slots=1)])
-        assert await queue.requeue("a", attempt=1, place=Place.SAME, num_input_tokens=1)
+        assert await requeue(queue, "a", 1, Place.SAME, 1)
         assert ids(await queue.dispatch([report(seq=2, slots=1)])) == ["a"]
         assert await queue.dispatch([report(seq=3, slots=1, accounted=first)]) == []
         await finish(queue, "a", "b")
@@ -433,7 +446,8 @@ class TestPlacement:
 
     async def test_equal_shares_go_by_blocks_then_by_id(self, queue: Queue) -> None:
         await enqueue(queue, *"ab")
-        claims = await queue.dispatch([report("w3", blocks=50), report("w2", blocks=60), report("w1", blocks=50)])
+        blocks = {"w3": 50, "w2": 60, "w1": 50}
+        claims = await queue.dispatch([report(worker, slots=2, blocks=count) for worker, count in blocks.items()])
         assert [claim.worker_id for claim in claims] == ["w2", "w1"]
         await finish(queue, *"ab")
 
@@ -442,6 +456,59 @@ class TestPlacement:
         claims = await queue.dispatch([report("w1", slots=4, blocks=40), report("w2", slots=1, blocks=50)])
         assert [claim.worker_id for claim in claims] == ["w2"]
         await finish(queue, "big")
+
+    async def test_the_scarcer_of_slots_and_blocks_is_the_load(self, queue: Queue) -> None:
+        await enqueue(queue, "a")
+        claims = await queue.dispatch([report("w1", slots=4, blocks=20), report("w2", slots=1, blocks=60)])
+        assert [claim.worker_id for claim in claims] == ["w2"]
+        await finish(queue, "a")
+
+    async def test_who_has_the_input_cached_takes_it_unless_it_is_much_more_loaded(self, queue: Queue) -> None:
+        for name, w1_slots, expected in (("a", 8, "w1"), ("b", 7, "w1"), ("c", 6, "w2")):
+            await enqueue(queue, name, input_tokens=100, blocks=7, cached={"w1": 6})
+            seq = 10 * ord(name)
+            workers = [
+                report("w1", seq=seq, slots=w1_slots, max_num_seqs=8),
+                report("w2", seq=seq, slots=8, max_num_seqs=8),
+            ]
+            [claim] = await queue.dispatch(workers)
+            assert claim.worker_id == expected
+            await finish(queue, name)
+
+    async def test_little_of_the_input_makes_up_for_little_load(self, queue: Queue) -> None:
+        await enqueue(queue, "a", input_tokens=1000, blocks=7, cached={"w1": 6})
+        [claim] = await queue.dispatch([report("w1", slots=7, max_num_seqs=8), report("w2", slots=8, max_num_seqs=8)])
+        assert claim.worker_id == "w2"
+        await finish(queue, "a")
+
+    async def test_a_hot_prefix_spreads(self, queue: Queue) -> None:
+        names = [f"r{number:02}" for number in range(24)]
+        await enqueue(queue, *names, input_tokens=16, cached={"w1": 1})
+        claims = await queue.dispatch([report(it, slots=16, max_num_seqs=16) for it in ("w1", "w2")])
+        taken = [claim.worker_id for claim in claims]
+        assert taken[:8] == [*["w1"] * 4, *["w2", "w1"] * 2], "a quarter of the worker ahead, never more"
+        assert (taken.count("w1"), taken.count("w2")) == (14, 10)
+        await finish(queue, *names)
+
+    async def test_what_is_believed_cached_is_renewed(self, queue: Queue) -> None:
+        await enqueue(queue, "a", input_tokens=16, cached={"w1": 1})
+        [first] = await queue.dispatch([report("w1"), report("w2")])
+        assert first.worker_id == "w1"
+        assert await requeue(queue, "a", 1, Place.FIRST, 16, cached={"w2": 1})
+        [second] = await queue.dispatch([])
+        assert second.worker_id == "w2"
+        assert await requeue(queue, "a", 2, Place.FIRST, 16)
+        [third] = await queue.dispatch([])
+        assert third.worker_id == "w1"
+        await finish(queue, "a")
+
+    async def test_a_resumed_request_needs_what_it_needs_by_now(self, queue: Queue) -> None:
+        await enqueue(queue, "a", blocks=3)
+        await queue.dispatch([report("w1", blocks=4)])
+        assert await requeue(queue, "a", 1, Place.FIRST, 70, blocks=5)
+        assert await queue.dispatch() == []
+        assert ids(await queue.dispatch([report("w1", seq=2, blocks=5)])) == ["a"]
+        await finish(queue, "a")
 
     async def test_a_model_without_workers_blocks_no_other(self, queue: Queue) -> None:
         await enqueue(queue, "x", model="absent", band=Band.HIGH)
@@ -460,6 +527,52 @@ class TestPlacement:
         await enqueue(queue, "b", model="n")
         assert ids(await queue.dispatch()) == ["b"]
         await finish(queue, "a", "b")
+
+
+class TestReach:
+    """A gateway that cannot submit to a worker gets no claims on it."""
+
+    async def test_claims_are_made_on_reached_workers_only(self, make_queue: MakeQueue) -> None:
+        one, two = make_queue("g1"), make_queue("g2")
+        await one.reach(["w2"], ttl_s=60)
+        await enqueue(one, "a", "b", owner="g1")
+        await enqueue(two, "c", owner="g2")
+        claims = await one.dispatch([report("w1"), report("w2", slots=1)])
+        assert [(claim.request_id, claim.worker_id) for claim in claims] == [("a", "w2"), ("c", "w1")]
+        await one.reach(["w1", "w2"], ttl_s=60)
+        assert [(claim.request_id, claim.worker_id) for claim in await one.dispatch()] == [("b", "w1")]
+        await finish(one, "a", "b")
+        await finish(two, "c")
+
+    async def test_who_reaches_none_gets_none(self, queue: Queue) -> None:
+        await queue.reach([], ttl_s=60)
+        await enqueue(queue, "a")
+        assert await queue.dispatch([report()]) == []
+        await queue.reach(["w1"], ttl_s=60)
+        assert ids(await queue.dispatch()) == ["a"]
+        await finish(queue, "a")
+
+    async def test_what_was_said_long_ago_does_not_count(self, queue: Queue) -> None:
+        await queue.reach([], ttl_s=0.05)
+        await enqueue(queue, "a")
+
+        async def claimed() -> list[Claim]:
+            return await queue.dispatch([report()])
+
+        assert ids(await eventually(claimed)) == ["a"]
+        await finish(queue, "a")
+
+    async def test_others_are_not_held_up_and_keep_no_worker_free_for_it(self, make_queue: MakeQueue) -> None:
+        settings = replace(SETTINGS, max_passed=2, max_overtakes=2)
+        one, two = make_queue("g1", settings), make_queue("g2", settings)
+        await one.reach(["w2"], ttl_s=60)
+        await enqueue(one, "a", "b", "c", owner="g1")
+        names = [f"r{number}" for number in range(6)]
+        await enqueue(two, *names, owner="g2")
+        claims = await one.dispatch([report("w1", slots=6, max_num_seqs=6), report("w2", slots=0)])
+        assert ids(claims) == names
+        await finish(two, *names)
+        await finish(one, "a", "b", "c")
 
 
 class TestHeadThatDoesNotFit:
@@ -497,7 +610,7 @@ class TestHeadThatDoesNotFit:
         assert ids(await queue.dispatch([report(blocks=50)])) == ["a", "b"]
         await finish(queue, "a", "b")
         assert ids(await queue.dispatch([report(seq=2, blocks=80)])) == ["big"]
-        assert await queue.requeue("big", attempt=1, place=Place.SAME, num_input_tokens=1)
+        assert await requeue(queue, "big", 1, Place.SAME, 1, blocks=80)
         await enqueue(queue, *"cdef")
         assert ids(await queue.dispatch([report(seq=3, blocks=50)])) == ["c", "d", "e"]
         await finish(queue, "big", *"cdef")
@@ -572,15 +685,15 @@ class TestLife:
         assert await g1.owner_of("a") is None
 
     async def test_requeue_of_anything_but_the_present_attempt_changes_nothing(self, queue: Queue) -> None:
-        assert not await queue.requeue("never", attempt=1, place=Place.FIRST, num_input_tokens=1)
+        assert not await requeue(queue, "never", 1, Place.FIRST, 1)
         await enqueue(queue, "a", "b")
-        assert not await queue.requeue("a", attempt=0, place=Place.FIRST, num_input_tokens=1)
+        assert not await requeue(queue, "a", 0, Place.FIRST, 1)
         await queue.dispatch([report(slots=1)])
-        assert not await queue.requeue("a", attempt=2, place=Place.FIRST, num_input_tokens=1)
-        assert await queue.requeue("a", attempt=1, place=Place.SAME, num_input_tokens=1)
-        assert not await queue.requeue("a", attempt=1, place=Place.FIRST, num_input_tokens=1)
+        assert not await requeue(queue, "a", 2, Place.FIRST, 1)
+        assert await requeue(queue, "a", 1, Place.SAME, 1)
+        assert not await requeue(queue, "a", 1, Place.FIRST, 1)
         assert ids(await queue.dispatch([report(seq=2, slots=1)])) == ["a"]
-        assert not await queue.requeue("a", attempt=1, place=Place.SAME, num_input_tokens=1)
+        assert not await requeue(queue, "a", 1, Place.SAME, 1)
         await finish(queue, "a", "b")
 
     async def test_depths_count_the_waiting_and_time_the_head(self, queue: Queue) -> None:
@@ -734,7 +847,7 @@ class TestReaping:
 
         assert await eventually(waiting) == 1
         assert ids(await queue.dispatch([report(seq=3, slots=2)])) == ["b"]
-        assert await queue.requeue("a", attempt=1, place=Place.FIRST, num_input_tokens=1), "still the present claim"
+        assert await requeue(queue, "a", 1, Place.FIRST, 1), "still the present claim"
         await finish(queue, "a", "b")
 
     async def test_a_silent_workers_credit_goes(self, make_queue: MakeQueue) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import TypeVar
 
 from common.types import Band, BlockUsage, ClaimRef, ModelLimits
@@ -23,10 +23,23 @@ def entry(
     tenant: str = "acme",
     weight: int = 1,
     input_tokens: int | None = None,
+    is_resumed: bool = False,
+    cached: Mapping[str, int] | None = None,
 ) -> QueueEntry:
     """A request that needs so many blocks, the last for one token only; all for input if nothing is said."""
     tokens = (blocks - 1) * BLOCK_SIZE + 1
-    return QueueEntry(request_id, owner, model, tenant, band, input_tokens or tokens, tokens, weight)
+    return QueueEntry(
+        request_id,
+        owner,
+        model,
+        tenant,
+        band,
+        input_tokens or tokens,
+        tokens,
+        weight,
+        is_resumed=is_resumed,
+        cached_blocks=cached or {},
+    )
 
 
 def report(

@@ -13,6 +13,7 @@ local function line_key(band, tenant, model) return PREFIX .. 'line:' .. band ..
 local function flow_key(band, tenant, model) return PREFIX .. 'flow:' .. band .. ':' .. tenant .. ':' .. model end
 local function service_key(model) return PREFIX .. 'service:' .. model end
 local function owned_key(gateway) return PREFIX .. 'owned:' .. gateway end
+local function reached_key(gateway) return PREFIX .. 'reached:' .. gateway end
 local function inbox_key(gateway) return PREFIX .. 'inbox:' .. gateway end
 local function worker_key(worker) return PREFIX .. 'worker:' .. worker end
 local function serving_key(model) return PREFIX .. 'serving:' .. model end

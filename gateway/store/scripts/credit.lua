@@ -81,32 +81,69 @@ local function has_credit(credits, headroom)
   return false
 end
 
--- The least loaded worker that can hold so many tokens: most free slots by share, then most free blocks, then first by id.
-local function choose(credits, tokens, headroom)
-  local best
+local reached_by = {}
+
+-- Can the gateway submit to the worker? One that has not said which ones it can is taken to reach all.
+local function reaches(gateway, credit)
+  local reached = reached_by[gateway]
+  if reached == nil then
+    reached = {}
+    for _, worker in ipairs(call('SMEMBERS', reached_key(gateway))) do reached[worker] = true end
+    reached_by[gateway] = reached
+  end
+  return next(reached) == nil or reached[credit.id] == true
+end
+
+-- Does some worker that a gateway can submit to have credit?
+local function reaches_credit(credits, gateway)
   for _, credit in ipairs(credits) do
-    if can_hold(credit, blocks_for(tokens, credit), headroom) then
-      local share = best and credit.slots * best.max_num_seqs - best.slots * credit.max_num_seqs
-      if not best or share > 0 or (share == 0 and credit.blocks > best.blocks) then best = credit end
+    if can_hold(credit, 1, 0) and reaches(gateway, credit) then return true end
+  end
+  return false
+end
+
+-- How good a place the worker is: the scarcer of its slots and blocks, as the share that is free, and so much more as it is
+-- believed to have of the input. So nothing that is cached makes up for more than `prefix_weight` of load.
+local function score(credit, request, prefix_weight)
+  local free = math.min(credit.slots / credit.max_num_seqs, credit.blocks / credit.num_blocks)
+  local cached = request.cached[credit.id]
+  if not cached then return free end
+  return free + prefix_weight * math.min(cached * credit.block_size / request.input_tokens, 1)
+end
+
+-- The best place of those that can hold a request and are reached by its owner: by score, then by free blocks, then by id.
+local function choose(credits, request, headroom, prefix_weight)
+  local best, best_score
+  for _, credit in ipairs(credits) do
+    if can_hold(credit, blocks_for(request.tokens, credit), headroom) and reaches(request.owner, credit) then
+      local its_score = score(credit, request, prefix_weight)
+      if not best or its_score > best_score or (its_score == best_score and credit.blocks > best.blocks) then
+        best, best_score = credit, its_score
+      end
     end
   end
   return best
 end
 
--- Keeps the worker nearest to holding so many tokens free of later work. One that can never hold them is no use.
-local function reserve(credits, tokens)
+-- Could the worker hold the request if it were empty?
+local function can_ever_hold(credit, request)
+  return blocks_for(request.tokens, credit) <= credit.num_blocks and reaches(request.owner, credit)
+end
+
+-- Keeps the worker nearest to holding a request free of later work. One that can never hold it is no use.
+local function reserve(credits, request)
   local best
   for _, credit in ipairs(credits) do
-    if not credit.is_reserved and blocks_for(tokens, credit) <= credit.num_blocks then
+    if not credit.is_reserved and can_ever_hold(credit, request) then
       if not best or credit.blocks > best.blocks then best = credit end
     end
   end
   if best then best.is_reserved = true end
 end
 
-local function fits_somewhere(credits, tokens)
+local function fits_somewhere(credits, request)
   for _, credit in ipairs(credits) do
-    if blocks_for(tokens, credit) <= credit.num_blocks then return true end
+    if can_ever_hold(credit, request) then return true end
   end
   return false
 end

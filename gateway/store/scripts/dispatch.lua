@@ -1,10 +1,11 @@
 -- Takes in workers' reports, then claims requests in policy order while some worker has credit.
 -- ARGV: 2 caller, 3 microseconds that a report is good for, 4 microseconds of a claim's lease, 5 how often a head that does
---       not fit may be overtaken, 6 how many heads that do not fit are looked past, 7 and 8 weights of an input and an output
+--       not fit may be overtaken, 6 how many heads that do not fit where there is credit are looked past, 7 and 8 weights of an input and an output
 --       token, 9 and 10 least shares of the second and third band in thousandths, 11 weighted tokens that a band is owed at
 --       most, 12 microseconds after which a wait is long, 13 how many claims go by before one more goes to the longest wait,
 --       14 and 15 thousandths of a worker that the second and third band leave free for higher ones when they get more than
---       their share, 16 number of reports; then for each report: worker, epoch, seq, model, block size, blocks, slots, free
+--       their share, 16 thousandths of a worker by which it counts as freer that has all of a request's input cached,
+--       17 number of reports; then for each report: worker, epoch, seq, model, block size, blocks, slots, free
 --       slots, free blocks, number of accounted claims, and for each of these: request id, attempt
 -- Returns a list of claims {request id, owner, worker, epoch, attempt}. Claims of other owners are in their inboxes too.
 local caller, report_ttl, lease = ARGV[2], tonumber(ARGV[3]), tonumber(ARGV[4])
@@ -16,7 +17,9 @@ local long_wait, claims_between = tonumber(ARGV[12]), tonumber(ARGV[13])
 local headrooms = { 0, tonumber(ARGV[14]), tonumber(ARGV[15]) }
 local ENTITLED = 0 -- the headroom of claims by share or by wait
 
-local cursor = 17
+local prefix_weight = tonumber(ARGV[16]) / 1000
+
+local cursor = 18
 local function next_argument()
   cursor = cursor + 1
   return ARGV[cursor - 1]
@@ -99,22 +102,25 @@ local function claim(request, credit, service)
   claims[#claims + 1] = { id, request.owner, credit.id, credit.epoch, attempt }
 end
 
--- One more claim went past all of these; the one whose patience ends now gets a worker kept free.
-local function count_overtaking(passed, credits)
+-- One more claim on a worker went past all of these that could have used it; the one whose patience ends now gets a
+-- worker kept free.
+local function count_overtaking(passed, credits, credit)
   for _, head in ipairs(passed) do
-    head.overtaken = head.overtaken + 1
-    head.is_changed = true
-    if head.overtaken == max_overtakes then reserve(credits, head.tokens) end
+    if reaches(head.owner, credit) then
+      head.overtaken = head.overtaken + 1
+      head.is_changed = true
+      if head.overtaken == max_overtakes then reserve(credits, head) end
+    end
   end
 end
 
 -- `counter`: of its flow, if it was found by that.
 local function read_request(id, band, model, counter)
-  local owner, tenant, input_tokens, tokens, attempt, overtaken, charged = unpack(call('HMGET', request_key(id),
-    'owner', 'tenant', 'input_tokens', 'tokens_needed', 'attempt', 'overtaken', 'charged'))
+  local owner, tenant, input_tokens, tokens, attempt, overtaken, charged, cached = unpack(call('HMGET',
+    request_key(id), 'owner', 'tenant', 'input_tokens', 'tokens_needed', 'attempt', 'overtaken', 'charged', 'cached'))
   return { id = id, band = band, model = model, counter = counter, owner = owner, tenant = tenant,
     input_tokens = tonumber(input_tokens), tokens = tonumber(tokens), attempt = tonumber(attempt),
-    overtaken = tonumber(overtaken), charged = tonumber(charged) }
+    overtaken = tonumber(overtaken), charged = tonumber(charged), cached = cached ~= '' and cjson.decode(cached) or {} }
 end
 
 -- The first request of a flow that has not been passed.
@@ -201,19 +207,20 @@ local function consider(request, headroom, walk, credits, service)
     band.is_waiting = has_waiting(request.band, request.model)
     return
   end
-  local credit = choose(credits, request.tokens, headroom)
+  local credit = choose(credits, request, headroom, prefix_weight)
   if credit then
     band.virtual = math.max(band.virtual, request.counter or 0)
     service.since_longest = request.counter and service.since_longest + 1 or 0
     claim(request, credit, service)
-    count_overtaking(walk.passed, credits)
+    count_overtaking(walk.passed, credits, credit)
     walk.num_claims = walk.num_claims + 1
     return
   end
   walk.is_passed[request.id] = true
-  if fits_somewhere(credits, request.tokens) then
-    if request.overtaken >= max_overtakes then reserve(credits, request.tokens) end
+  if fits_somewhere(credits, request) then
+    if request.overtaken >= max_overtakes then reserve(credits, request) end
     walk.passed[#walk.passed + 1] = request
+    if reaches_credit(credits, request.owner) then walk.num_misfits = walk.num_misfits + 1 end
   end
 end
 
@@ -221,8 +228,8 @@ local function dispatch_model(model)
   local credits = read_credits(model, report_ttl)
   if not has_credit(credits, ENTITLED) then return end
   local service = read_service(model, credits)
-  local walk = { model = model, passed = {}, is_passed = {}, offsets = {}, heads = {}, num_claims = 0 }
-  while has_credit(credits, ENTITLED) and #walk.passed < max_passed do
+  local walk = { model = model, passed = {}, is_passed = {}, offsets = {}, heads = {}, num_claims = 0, num_misfits = 0 }
+  while has_credit(credits, ENTITLED) and walk.num_misfits < max_passed do
     local request, headroom = pick(walk, credits, service)
     if not request then break end
     consider(request, headroom, walk, credits, service)
@@ -233,7 +240,7 @@ local function dispatch_model(model)
   if walk.num_claims > 0 then write_service(model, service) end
 end
 
-for _ = 1, tonumber(ARGV[16]) do take_report(next_argument) end
+for _ = 1, tonumber(ARGV[17]) do take_report(next_argument) end
 local models = call('SMEMBERS', MODELS)
 table.sort(models)
 for _, model in ipairs(models) do dispatch_model(model) end

@@ -8,7 +8,7 @@ local MAX_GATEWAYS, MAX_REQUESTS, MAX_LEASES = 8, 500, 500
 local function reap_gateway(gateway)
   for _, id in ipairs(call('SRANDMEMBER', owned_key(gateway), MAX_REQUESTS)) do remove_request(id) end
   if call('EXISTS', owned_key(gateway)) == 1 then return end
-  call('DEL', inbox_key(gateway))
+  call('DEL', inbox_key(gateway), reached_key(gateway))
   call('ZREM', GATEWAYS, gateway)
 end
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from common.types import Band
@@ -80,6 +80,7 @@ class Walk:
     passed: list[Request] = field(default_factory=list)
     seen: list[Request] = field(default_factory=list)  # neither claimed nor removed
     claims: list[Claim] = field(default_factory=list)
+    num_misfits: int = 0  # of the passed, those that reach a worker with credit
 
     def able(self, blocks: int, headroom: int = 0) -> list[Worker]:
         return [it for it in self.fresh if it not in self.kept and it.can_hold(blocks, headroom)]
@@ -99,6 +100,7 @@ class QueueModel:
         self.requests: dict[str, Request] = {}
         self.workers: dict[str, Worker] = {}
         self.dead: set[str] = set()
+        self.reached: dict[str, Collection[str]] = {}  # by gateway, if it has said so
         self.counters: dict[Flow, int] = {}
         self.weights: dict[Flow, int] = {}
         self.served: defaultdict[tuple[str, Band], Served] = defaultdict(Served)
@@ -114,7 +116,8 @@ class QueueModel:
             least = min(others) if others else self.served[flow.model, flow.band].virtual
             self.counters[flow] = max(self.counters.get(flow, 0), least)
         turn = self._next()
-        self.requests[entry.request_id] = Request(entry, turn, turn, input_tokens=entry.num_input_tokens)
+        rank = -1 if entry.is_resumed else 0
+        self.requests[entry.request_id] = Request(entry, turn, turn, rank, input_tokens=entry.num_input_tokens)
 
     def _next(self) -> int:
         self._sequence += 1
@@ -137,7 +140,7 @@ class QueueModel:
             request.claim = None
             self.served[request.entry.model, request.entry.band].running -= 1
 
-    def undo_claim(self, request_id: str, place: Place, input_tokens: int | None = None) -> None:
+    def undo_claim(self, request_id: str, place: Place, renewed: QueueEntry | None = None) -> None:
         request = self.requests[request_id]
         flow = request.entry.flow
         if place is Place.SAME and request.rank == 0:
@@ -147,11 +150,17 @@ class QueueModel:
         elif place is not Place.SAME:
             request.rank, request.turn = RANKS[place], self._next()
         self.drop_claim(request)
-        request.input_tokens = input_tokens or request.input_tokens
+        if renewed is not None:
+            request.entry, request.input_tokens = renewed, renewed.num_input_tokens
 
     def reap(self) -> None:
         for request_id in [it for it, request in self.requests.items() if request.entry.owner in self.dead]:
             self.remove(request_id)
+        for gateway in self.dead:
+            self.reached.pop(gateway, None)
+
+    def reaches(self, owner: str, worker: Worker) -> bool:
+        return owner not in self.reached or worker.newest.worker_id in self.reached[owner]
 
     # Service
 
@@ -203,7 +212,7 @@ class QueueModel:
         before = {band: self.served[model, band].owed for band in Band}
         if walk.able(1):
             self._settle_shares(model)
-        while walk.able(1) and len(walk.passed) < self.settings.max_passed:
+        while walk.able(1) and walk.num_misfits < self.settings.max_passed:
             request, by_wait, headroom = self._pick(walk)
             if request is None:
                 break
@@ -250,20 +259,36 @@ class QueueModel:
         return None, False, 0
 
     def _consider(self, request: Request, by_wait: bool, headroom: int, walk: Walk) -> None:
-        able = [it for it in walk.able(1) if it.can_hold(it.need(request.entry), headroom)]
+        reached = [it for it in walk.able(1) if self.reaches(request.entry.owner, it)]
+        able = [it for it in reached if it.can_hold(it.need(request.entry), headroom)]
         if able:
             self._note_choice(request, by_wait)
-            walk.claims.append(self._claim(request, max(able, key=_least_loaded_first)))
+            chosen = max(able, key=lambda it: (self._score(it, request), it.blocks))
+            walk.claims.append(self._claim(request, chosen))
             for head in walk.passed:
+                if not self.reaches(head.entry.owner, chosen):
+                    continue
                 head.overtaken += 1
                 if head.overtaken == self.settings.max_overtakes:
                     self._keep_free(head, walk)
             return
         walk.seen.append(request)
-        if any(worker.need(request.entry) <= worker.newest.limits.num_blocks for worker in walk.fresh):
+        if any(self._can_ever_hold(worker, request) for worker in walk.fresh):
             if request.overtaken >= self.settings.max_overtakes:
                 self._keep_free(request, walk)
             walk.passed.append(request)
+            walk.num_misfits += bool(reached)
+
+    def _can_ever_hold(self, worker: Worker, request: Request) -> bool:
+        fits = worker.need(request.entry) <= worker.newest.limits.num_blocks
+        return fits and self.reaches(request.entry.owner, worker)
+
+    def _score(self, worker: Worker, request: Request) -> float:
+        limits = worker.newest.limits
+        free = min(worker.slots / limits.max_num_seqs, worker.blocks / limits.num_blocks)
+        cached = request.entry.cached_blocks.get(worker.newest.worker_id, 0)
+        weight = round(self.settings.prefix_weight * 1000) / 1000
+        return free + weight * min(cached * limits.block_size / request.input_tokens, 1)
 
     def _note_choice(self, request: Request, by_wait: bool) -> None:
         flow = request.entry.flow
@@ -289,10 +314,6 @@ class QueueModel:
         return request.claim
 
     def _keep_free(self, head: Request, walk: Walk) -> None:
-        able = [it for it in walk.fresh if it not in walk.kept and it.need(head.entry) <= it.newest.limits.num_blocks]
+        able = [it for it in walk.fresh if it not in walk.kept and self._can_ever_hold(it, head)]
         if able:
             walk.kept.append(max(able, key=lambda worker: worker.blocks))
-
-
-def _least_loaded_first(worker: Worker) -> tuple[float, int]:
-    return worker.slots / worker.newest.limits.max_num_seqs, worker.blocks

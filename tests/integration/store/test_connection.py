@@ -161,7 +161,7 @@ class TestStall:
 CALLS: dict[str, Callable[[RedisQueue], Coroutine[Any, Any, object]]] = {
     "enqueue": lambda queue: queue.enqueue(entry("a"), max_length=1),
     "dispatch": lambda queue: queue.dispatch(),
-    "requeue": lambda queue: queue.requeue("a", attempt=1, place=Place.SAME, num_input_tokens=1),
+    "requeue": lambda queue: queue.requeue(entry("a"), attempt=1, place=Place.SAME),
     "finish": lambda queue: queue.finish("a"),
     "owner_of": lambda queue: queue.owner_of("a"),
     "send_cancel": lambda queue: queue.send_cancel("a"),

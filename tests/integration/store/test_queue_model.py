@@ -127,9 +127,16 @@ class Fleet:
                 tenant=tenant,
                 weight=TENANTS[tenant],
                 input_tokens=self.dice.randint(1, blocks * BLOCK_SIZE),
+                is_resumed=self.dice.random() < 0.1,
+                cached=self.cached(blocks),
             )
             await self.queues[item.owner].enqueue(item, max_length=10_000)
             self.model.enqueue(item)
+
+    def cached(self, blocks: int) -> dict[str, int]:
+        """What an owner believes: anything, also of workers that are not there."""
+        workers = self.dice.sample((*SHAPES, "w9"), self.dice.randint(0, 3))
+        return {worker: self.dice.randint(1, blocks) for worker in workers}
 
     async def report(self) -> None:
         worker = self.dice.choice(sorted(SHAPES))
@@ -161,12 +168,26 @@ class Fleet:
     async def requeue(self) -> None:
         if claims := self.claimed():
             claim, place = self.dice.choice(claims), self.dice.choice(tuple(Place))
-            tokens = self.dice.randint(1, 100)
+            item = self.model.requests[claim.request_id].entry
+            input_tokens, tokens_needed = self.dice.randint(1, 100), self.dice.randint(1, 20 * BLOCK_SIZE)
+            renewed = replace(
+                item,
+                num_input_tokens=input_tokens,
+                num_tokens_needed=tokens_needed,
+                cached_blocks=self.cached(-(-tokens_needed // BLOCK_SIZE)),
+            )
             self.real[claim.worker_id].stop(claim.request_id)
             queue = self.queues[claim.owner]
-            assert await queue.requeue(claim.request_id, attempt=claim.attempt, place=place, num_input_tokens=tokens)
-            assert not await queue.requeue(claim.request_id, attempt=claim.attempt, place=place, num_input_tokens=1)
-            self.model.undo_claim(claim.request_id, place, tokens)
+            assert await queue.requeue(renewed, attempt=claim.attempt, place=place)
+            assert not await queue.requeue(item, attempt=claim.attempt, place=place)
+            self.model.undo_claim(claim.request_id, place, renewed)
+
+    async def reach(self) -> None:
+        """A gateway has lost a session, or found one."""
+        gateway = self.dice.choice(self.living())
+        reached = self.dice.sample((*SHAPES, "w9"), self.dice.randint(0, 4))
+        await self.queues[gateway].reach(reached, ttl_s=FOR_EVER_S)
+        self.model.reached[gateway] = reached
 
     async def charge(self) -> None:
         """Output of requests that run, and of a flow that the queue does not know."""
@@ -266,6 +287,7 @@ class Fleet:
             self.submit: 5,
             self.finish: 4,
             self.requeue: 2,
+            self.reach: 1,
             self.charge: 4,
             self.let_a_lease_pass: 1,
             self.lose_worker: 1,

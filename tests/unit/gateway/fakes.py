@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from common.errors import UnavailableError
@@ -73,6 +73,8 @@ class FakeQueue:
     unknown: list[str] = field(default_factory=list)
     reports: list[WorkerReport] = field(default_factory=list)
     requeued: list[tuple[str, int, Place, int]] = field(default_factory=list)
+    renewed: list[QueueEntry] = field(default_factory=list)  # entries of what was requeued
+    reached: list[list[str]] = field(default_factory=list)
     enqueued: list[QueueEntry] = field(default_factory=list)
     charged: list[dict[Flow, int]] = field(default_factory=list)
     finished: list[str] = field(default_factory=list)
@@ -92,9 +94,10 @@ class FakeQueue:
         claims, self.claims = self.claims, []
         return claims
 
-    async def requeue(self, request_id: str, *, attempt: int, place: Place, num_input_tokens: int) -> bool:
+    async def requeue(self, entry: QueueEntry, *, attempt: int, place: Place) -> bool:
         self._answer()
-        self.requeued.append((request_id, attempt, place, num_input_tokens))
+        self.requeued.append((entry.request_id, attempt, place, entry.num_input_tokens))
+        self.renewed.append(entry)
         return True
 
     async def charge(self, output_tokens: Mapping[Flow, int]) -> None:
@@ -124,6 +127,10 @@ class FakeQueue:
     async def workers(self) -> list[WorkerRecord]:
         self._answer()
         return []
+
+    async def reach(self, worker_ids: Collection[str], *, ttl_s: float) -> None:
+        self._answer()
+        self.reached.append(list(worker_ids))
 
     async def forget_worker(self, worker_id: str, *, epoch: int) -> None:
         self._answer()

@@ -13,9 +13,11 @@ from common.types import BlockUsage, ClaimRef, FinishReason, Reason
 from gateway.admission.drain_rate import DrainRate
 from gateway.background import Background
 from gateway.dispatcher import Dispatcher, DispatcherSettings
+from gateway.journal import Pen
 from gateway.lifecycle import RequestState, gone
 from gateway.live import LiveRequest
 from gateway.placement.fleet import Fleet
+from gateway.placement.scoring import Prefix
 from gateway.placement.worker import RejectedEvent, TokensEvent, WorkerState
 from gateway.queueing.queue import Claim, Place
 from gateway.store_health import StoreHealth
@@ -54,7 +56,9 @@ async def bench() -> AsyncIterator[Bench]:
     background = Background(lambda: None)
     queue, clock, store = FakeQueue(), FakeClock(), StoreHealth(metrics, lambda: None)
     fleet, drain_rate = Fleet(clock.monotonic, ""), DrainRate(lambda low, high: 1.0)
-    dispatcher = Dispatcher(queue, fleet, background, store, metrics, clock, drain_rate, DispatcherSettings("me", 3))
+    dispatcher = Dispatcher(
+        queue, fleet, background, store, metrics, clock, drain_rate, DispatcherSettings("me", 3, 5, 6.0)
+    )
     background.run(dispatcher._dispatch_loop, "dispatch")
     session = FakeSession()
     dispatcher.on_ready(session, SERVED)
@@ -236,3 +240,32 @@ async def test_ids_are_unique_among_the_live(bench: Bench) -> None:
         bench.dispatcher.register(live_request())
     bench.dispatcher.unregister(first)
     bench.dispatcher.register(live_request())
+
+
+async def test_the_queue_is_told_where_a_prompt_is_cached(bench: Bench) -> None:
+    bench.dispatcher.on_ready(FakeSession("w2"), SERVED)
+    live, prompt = bench.enqueued(), tuple(range(40))
+    live.prefix = Prefix(prompt, "salt")
+    assert bench.dispatcher.entry_of(live).cached_blocks == {}
+    await bench.claim(live)
+    assert bench.dispatcher.entry_of(live).cached_blocks == {"w1": 2}
+    bench.dispatcher.on_end("w1", 1, WorkerState.LOST)
+    assert bench.dispatcher.entry_of(live).cached_blocks == {}
+
+
+async def test_the_queue_is_told_which_workers_are_reached(bench: Bench) -> None:
+    bench.dispatcher.on_ready(FakeSession("w2"), SERVED)
+    await bench.run()
+    assert bench.queue.reached[-1] == ["w1", "w2"]
+    bench.dispatcher.on_end("w1", 1, WorkerState.LOST)
+    await bench.run()
+    assert bench.queue.reached[-1] == ["w2"]
+
+
+async def test_what_is_resumed_waits_in_the_first_place_with_what_it_needs_now(bench: Bench) -> None:
+    live = bench.enqueued()
+    entry = bench.dispatcher.entry_of(live)
+    assert (entry.is_resumed, entry.num_input_tokens, entry.num_tokens_needed) == (False, 3, 8)
+    live.go_on_after(range(10), Pen(1))
+    entry = bench.dispatcher.entry_of(live)
+    assert (entry.is_resumed, entry.num_input_tokens, entry.num_tokens_needed) == (True, 13, 18)

@@ -59,7 +59,9 @@ async def bench() -> AsyncIterator[Bench]:
     background = Background(lambda: None)
     queue, clock, store = FakeQueue(), FakeClock(), StoreHealth(metrics, lambda: None)
     fleet, drain_rate = Fleet(clock.monotonic, ""), DrainRate(lambda low, high: 1.0)
-    dispatcher = Dispatcher(queue, fleet, background, store, metrics, clock, drain_rate, DispatcherSettings("me", 3))
+    dispatcher = Dispatcher(
+        queue, fleet, background, store, metrics, clock, drain_rate, DispatcherSettings("me", 3, 5, 6.0)
+    )
     session = FakeSession()
     dispatcher.on_ready(session, SERVED)
     settings = HousekeeperSettings(queue_ttl_s=60, no_worker_timeout_s=10, heartbeat_s=1, heartbeat_ttl_s=5)
@@ -128,7 +130,7 @@ async def test_a_request_that_workers_keep_refusing_has_waited_all_the_time(benc
 async def test_requests_that_the_queue_lost_wait_again_in_their_order_or_go_on(bench: Bench) -> None:
     running, late, early = bench.enqueued("running"), bench.enqueued("late"), bench.enqueued("early")
     for live in (running, late, early):
-        live.queue_entry("me", credit_output_tokens=5, max_pool_tokens=None)
+        live.is_enqueued = True
     running.begin(Claim(running.fleet_id, "me", "w1", 1, 4), bench.clock.now)
     late.begin(Claim(late.fleet_id, "me", "w1", 1, 2), bench.clock.now)
     late.back_to_queue(queued_at=bench.clock.now + 1)
@@ -145,7 +147,7 @@ async def test_requests_that_the_queue_lost_wait_again_in_their_order_or_go_on(b
 
 async def test_a_request_that_ends_while_it_is_restored_leaves_nothing_in_the_queue(bench: Bench) -> None:
     live = bench.enqueued()
-    live.queue_entry("me", credit_output_tokens=5, max_pool_tokens=None)
+    live.is_enqueued = True
     bench.dispatcher.restore(live)
     live.lifecycle.finish(gone())
     await bench.background.finish_steps(1)
