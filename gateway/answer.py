@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from common.types import FinishReason, PositionLogprobs, Usage
 from gateway.admission.limits import Remaining
@@ -24,8 +25,7 @@ class Accepted:
     remaining: Remaining  # of the tenant's limits
 
 
-@dataclass(frozen=True, slots=True)
-class TextDelta:
+class TextDelta(NamedTuple):
     """New text, with what belongs to its tokens if that was asked for."""
 
     text: str
@@ -59,13 +59,9 @@ class Answer:
         self._text = TextStream(request.model.text, request.stop, request.sampling.stop_token_ids)
         self.num_completion_tokens = 0
 
-    @property
-    def _num_to_skip(self) -> int:
-        return max(self._offset - self.num_completion_tokens, 0)
-
     def take(self, delivery: Delivery) -> tuple[list[TextDelta], Outcome | None]:
         """What is to be sent now, and the outcome if this was the end."""
-        num_known = self._num_to_skip
+        num_known = max(self._offset - self.num_completion_tokens, 0)
         if num_known:
             self._push(delivery.token_ids[:num_known], [])
         deltas = [
@@ -92,7 +88,7 @@ class Answer:
         return TextDelta(
             text=pushed.text,
             token_ids=tuple(token_ids[: pushed.num_tokens]) if are_ids_wanted else (),
-            logprobs=tuple(logprobs[: pushed.num_tokens]),
+            logprobs=tuple(logprobs[: pushed.num_tokens]) if logprobs else (),
             offset=self.num_completion_tokens,
         )
 

@@ -284,7 +284,7 @@ class Dispatcher:
         now = self._clock.monotonic()
         if event.token_ids and live.last_token_at is not None:
             self._itl[live.request.band].observe(now - live.last_token_at)
-        self.output_meter.add(live.request.flow, len(event.token_ids))
+        self.output_meter.add(live.flow, len(event.token_ids))
         live.receive(event, now)
 
     def _learn_prefix(self, live: LiveRequest, event: TokensEvent) -> None:

@@ -152,6 +152,7 @@ class Handler:
         self, receive: Callable[[], Awaitable[_Received]], deadline: float | None
     ) -> AsyncGenerator[Event, None]:
         live, answer, deltas, outcome = await self._counting_refusals(receive)
+        alarm = self._set_alarm(live, deadline)
         try:
             if outcome is None:
                 yield await self._admit(live)
@@ -161,7 +162,7 @@ class Handler:
             for delta in deltas:
                 yield delta
             while outcome is None:
-                deltas, outcome = answer.take(await self._next(live, deadline))
+                deltas, outcome = answer.take(await live.mailbox.take())
                 if outcome is not None:
                     self._end(live, outcome)  # decided before it is told: a client may leave right after it
                 for delta in deltas:
@@ -175,6 +176,8 @@ class Handler:
             raise
         finally:
             # Nothing here may wait: the call may be cancelled again at any time.
+            if alarm is not None:
+                alarm.cancel()
             self._end(live, self._departure(deadline))
 
     async def _counting_refusals(self, receive: Callable[[], Awaitable[_Received]]) -> _Received:
@@ -304,11 +307,12 @@ class Handler:
                 return False
             await asyncio.sleep(_TAKEOVER_RETRY_S)
 
-    async def _next(self, live: LiveRequest, deadline: float | None) -> Delivery:
-        try:
-            return await live.mailbox.take(None if deadline is None else deadline - self._clock.monotonic())
-        except TimeoutError:
-            raise _deadline_exceeded() from None
+    def _set_alarm(self, live: LiveRequest, deadline: float | None) -> asyncio.TimerHandle | None:
+        """Ends the request at its client's deadline: one timer for the stream instead of one for each wait."""
+        if deadline is None:
+            return None
+        left_s = max(deadline - self._clock.monotonic(), 0.0)
+        return asyncio.get_running_loop().call_later(left_s, lambda: live.end(failed(_deadline_exceeded())))
 
     def _departure(self, deadline: float | None) -> Outcome:
         """The outcome of a call that ended without one: the client left, or its deadline passed during a write."""

@@ -54,6 +54,7 @@ class LiveRequest:
         """`arrived`: monotonic seconds."""
         self.request = request
         self.fleet_id = request.fleet_id
+        self.flow = request.flow
         self.lifecycle = Lifecycle()
         self.mailbox = Mailbox()
         self.claim: Claim | None = None

@@ -41,7 +41,8 @@ class Mailbox:
         """Adds tokens behind the unread ones."""
         delivery = self._open()
         delivery.token_ids.extend(token_ids)
-        delivery.logprobs.extend(logprobs)
+        if logprobs:
+            delivery.logprobs.extend(logprobs)
         if finish_reason is not None:
             delivery.finish_reason = finish_reason
         self._wake()
@@ -53,13 +54,12 @@ class Mailbox:
             delivery.end = outcome
         self._wake()
 
-    async def take(self, timeout_s: float | None) -> Delivery:
-        """Everything unread, as one delivery; waits for the first. Raises TimeoutError after `timeout_s`."""
+    async def take(self) -> Delivery:
+        """Everything unread, as one delivery; waits for the first."""
         if self._delivery is None:
             self._waiter = asyncio.get_running_loop().create_future()
             try:
-                async with asyncio.timeout(timeout_s):
-                    await self._waiter
+                await self._waiter
             finally:
                 self._waiter = None
         delivery, self._delivery = self._delivery, None

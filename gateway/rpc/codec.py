@@ -77,10 +77,15 @@ def encode_event(event: Event, token_bytes: TokenBytes) -> inference_pb2.Generat
     response = inference_pb2.GenerateResponse
     match event:
         case TextDelta():
-            delta = inference_pb2.Delta(text=event.text, token_ids=event.token_ids, offset=event.offset)
+            # Set field by field: half the time of the constructors, and this is done for every token.
+            message = response()
+            delta = message.delta
+            delta.text, delta.offset = event.text, event.offset
+            if event.token_ids:
+                delta.token_ids.extend(event.token_ids)
             if event.logprobs:
                 delta.logprobs.extend(encode_logprobs(event.logprobs, token_bytes))
-            return response(delta=delta)
+            return message
         case Accepted(request):
             accepted = inference_pb2.Accepted(
                 request_id=request.request_id,

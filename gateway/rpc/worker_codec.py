@@ -15,7 +15,7 @@ from common.types import (
     SamplingParams,
     TokenLogprob,
 )
-from gateway.placement.worker import Submission
+from gateway.placement.worker import Submission, TokensEvent
 from protos.inference.v1 import types_pb2, worker_pb2
 
 
@@ -96,6 +96,19 @@ def decode_finish_reason(value: int) -> FinishReason | None:
         return FinishReason(value) if value else None
     except ValueError as error:
         raise ProtocolError(f"finish reason {value} is not known") from error
+
+
+def decode_output(output: worker_pb2.RequestOutput, request_id: str) -> TokensEvent:
+    """A request's part of a step. Raises ProtocolError for a finish reason that is not known here."""
+    logprobs, finish_reason = output.logprobs, output.finish_reason
+    return TokensEvent(
+        request_id,
+        output.attempt,
+        tuple(output.token_ids),
+        tuple(map(decode_logprobs, logprobs)) if logprobs else (),
+        decode_finish_reason(finish_reason) if finish_reason else None,
+        output.cached_prompt_tokens,
+    )
 
 
 def decode_logprobs(message: types_pb2.PositionLogprobs) -> PositionLogprobs:

@@ -15,7 +15,7 @@ from common.errors import UnavailableError
 from common.rpc.fleet_key import fleet_metadata
 from common.types import BlockUsage, ClaimRef, ModelDescription, ModelLimits, Reason
 from gateway.placement.model import ServedModel
-from gateway.placement.worker import RejectedEvent, SessionListener, Submission, TokensEvent, WorkerState
+from gateway.placement.worker import RejectedEvent, SessionListener, Submission, WorkerState
 from gateway.rpc import worker_codec
 from gateway.rpc.worker_codec import ProtocolError
 from protos.inference.v1 import worker_pb2, worker_pb2_grpc
@@ -216,17 +216,9 @@ class GrpcWorkerSession:
             if request_id is None:
                 self._listener.on_late_tokens(len(output.token_ids))
                 continue
-            finish_reason = worker_codec.decode_finish_reason(output.finish_reason)
-            if finish_reason is not None:
+            event = worker_codec.decode_output(output, request_id)
+            if event.finish_reason is not None:
                 del self._current[request_id]
-            event = TokensEvent(
-                request_id=request_id,
-                attempt=output.attempt,
-                token_ids=tuple(output.token_ids),
-                logprobs=tuple(map(worker_codec.decode_logprobs, output.logprobs)),
-                finish_reason=finish_reason,
-                cached_prompt_tokens=output.cached_prompt_tokens,
-            )
             self._listener.on_tokens(self._worker_id, event)
         if step.HasField("usage"):
             accounted = tuple(self._claim_refs(step.usage))

@@ -106,7 +106,7 @@ async def test_tokens_reach_the_stream_only_from_the_current_attempt(bench: Benc
     assert live.cached_prompt_tokens == 2
     assert live.lifecycle.state is RequestState.STREAMING
     bench.dispatcher.on_tokens("w1", tokens(2, 66, reason=FinishReason.LENGTH))
-    delivery = await live.mailbox.take(0)
+    delivery = await live.mailbox.take()
     assert (delivery.token_ids, delivery.finish_reason) == ([65, 66], FinishReason.LENGTH)
     bench.dispatcher.stop_work(live)
     assert bench.session.aborted == []  # the worker is done with it
@@ -119,7 +119,7 @@ async def test_what_is_generated_is_not_generated_again_for_a_slow_reader(bench:
     await bench.claim(live, attempt=2)  # e.g. the claim's lease ended before the finish came to the store
     bench.dispatcher.on_end("w1", 1, WorkerState.LOST)
     assert len(bench.session.submitted) == 1
-    assert (await live.mailbox.take(0)).token_ids == [65]
+    assert (await live.mailbox.take()).token_ids == [65]
 
 
 @pytest.mark.parametrize("state", [WorkerState.LOST, WorkerState.CLOSED])
@@ -147,7 +147,7 @@ async def test_the_third_loss_is_the_last(bench: Bench) -> None:
         bench.dispatcher.on_end("w1", attempt + 1, WorkerState.LOST)
         await bench.run()
     assert len(bench.queue.requeued) == 2
-    end = (await live.mailbox.take(0)).end
+    end = (await live.mailbox.take()).end
     assert end is not None
     assert isinstance(end.error, UnavailableError)
     assert end.error.reason is Reason.WORKER_LOST
@@ -173,7 +173,7 @@ async def test_any_other_refusal_ends_it(bench: Bench, reason: Reason, kind: typ
     live = bench.enqueued()
     await bench.claim(live)
     bench.dispatcher.on_rejected("w1", RejectedEvent("acme/r1", 1, reason, "needs 3, has 2"))
-    end = (await live.mailbox.take(0)).end
+    end = (await live.mailbox.take()).end
     assert end is not None
     assert isinstance(end.error, kind)
 
@@ -222,7 +222,7 @@ async def test_reports_survive_a_store_that_is_away(bench: Bench) -> None:
 async def test_requests_are_cancelled_by_id_and_once(bench: Bench) -> None:
     live = bench.enqueued()
     await bench.dispatcher.cancel("acme/r1")
-    end = (await live.mailbox.take(0)).end
+    end = (await live.mailbox.take()).end
     assert end is not None
     assert end.finish_reason is FinishReason.CANCELLED
     live.lifecycle.finish(end)

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 
@@ -46,7 +47,8 @@ class Bench:
 
     async def end_of(self, live: LiveRequest) -> TidegateError | None:
         try:
-            end = (await live.mailbox.take(0)).end
+            async with asyncio.timeout(0):
+                end = (await live.mailbox.take()).end
         except TimeoutError:
             return None
         assert end is not None

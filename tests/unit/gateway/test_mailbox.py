@@ -17,38 +17,29 @@ async def test_what_arrives_meanwhile_is_one_delivery() -> None:
     mailbox.put_tokens([2, 3], [position], None)
     mailbox.put_tokens([], [], FinishReason.STOP)
     assert mailbox.num_unread_tokens == 3
-    delivery = await mailbox.take(0)
+    delivery = await mailbox.take()
     assert (delivery.token_ids, delivery.logprobs, delivery.finish_reason) == ([1, 2, 3], [position], FinishReason.STOP)
     assert mailbox.num_unread_tokens == 0
 
 
 async def test_a_waiting_reader_is_woken() -> None:
     mailbox = Mailbox()
-    reader = asyncio.create_task(mailbox.take(None))
+    reader = asyncio.create_task(mailbox.take())
     await asyncio.sleep(0)
     mailbox.put_tokens([1], [], None)
     mailbox.put_tokens([2], [], None)  # before the reader runs
     assert (await reader).token_ids == [1, 2]
 
 
-async def test_taking_from_an_empty_box_times_out_and_loses_nothing() -> None:
-    mailbox = Mailbox()
-    for timeout_s in (0.001, 0, -5):
-        with pytest.raises(TimeoutError):
-            await mailbox.take(timeout_s)
-    mailbox.put_tokens([7], [], None)
-    assert (await mailbox.take(-5)).token_ids == [7]
-
-
 async def test_a_cancelled_reader_loses_nothing() -> None:
     mailbox = Mailbox()
-    reader = asyncio.create_task(mailbox.take(None))
+    reader = asyncio.create_task(mailbox.take())
     await asyncio.sleep(0)
     mailbox.put_tokens([1], [], None)
     reader.cancel()
     with pytest.raises(asyncio.CancelledError):
         await reader
-    assert (await mailbox.take(0)).token_ids == [1]
+    assert (await mailbox.take()).token_ids == [1]
 
 
 async def test_the_first_end_stays_and_keeps_the_tokens_before_it() -> None:
@@ -57,5 +48,5 @@ async def test_the_first_end_stays_and_keeps_the_tokens_before_it() -> None:
     mailbox.put_tokens([1], [], None)
     mailbox.put_end(first)
     mailbox.put_end(gone())
-    delivery = await mailbox.take(0)
+    delivery = await mailbox.take()
     assert (delivery.token_ids, delivery.end) == ([1], first)
