@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -85,6 +85,7 @@ def measure(engine: Engine, runner: TimedRunner, name: str, work: Sequence[Work]
     """
     waiting = deque(enumerate(work))
     step_s, forward_s, sampling_s, host_s = [], [], [], []
+    told_s: dict[str, list[float]] = {}
     num_made = num_preemptions = 0
     start = time.perf_counter()
     while waiting or engine.num_requests:
@@ -97,6 +98,8 @@ def measure(engine: Engine, runner: TimedRunner, name: str, work: Sequence[Work]
         for session in output.sessions.values():
             if session.rejected:
                 raise RuntimeError(f"{name}: {session.rejected[0]}")
+            for told in session.outputs:
+                told_s.setdefault(told.request_id, []).append(time.perf_counter() - start)
         num_made += output.stats.num_sampled
         num_preemptions += output.stats.num_preemptions
         taken = time.perf_counter() - step_start
@@ -108,8 +111,22 @@ def measure(engine: Engine, runner: TimedRunner, name: str, work: Sequence[Work]
     asked = sum(request.num_output for request in work)
     if num_made != asked:
         raise RuntimeError(f"{name}: {num_made} tokens were made, {asked} asked for")
-    result = Measurement("tidegate", name, seconds, sum(len(request.prompt) for request in work), num_made)
+    result = Measurement(
+        "tidegate",
+        name,
+        seconds,
+        sum(len(request.prompt) for request in work),
+        num_made,
+        ttft_ms=1e3 * median(each[0] for each in told_s.values()),
+        tpot_ms=_median_tpot_ms(told_s.values()),
+    )
     return Run(result, step_s, forward_s, sampling_s, host_s, num_preemptions)
+
+
+def _median_tpot_ms(told_s: Iterable[Sequence[float]]) -> float | None:
+    """Over requests, each given as the moments of its tokens; None if none has two."""
+    values = [(each[-1] - each[0]) / (len(each) - 1) for each in told_s if len(each) > 1]
+    return 1e3 * median(values) if values else None
 
 
 def resident_mib() -> float:

@@ -24,6 +24,8 @@ class Measurement:
     seconds: float
     prompt_tokens: int
     output_tokens: int
+    ttft_ms: float | None = None  # median of the requests, from the first submit; None: not taken
+    tpot_ms: float | None = None  # median of the requests with two tokens or more
 
     @property
     def output_rate(self) -> float:
@@ -77,6 +79,44 @@ def _cell(runs: Sequence[Measurement] | None, *, reference: Sequence[Measurement
     if reference:
         text += f", ours {median(run.output_rate for run in reference) / rate:.2f}x"
     return text
+
+
+def gateway_cost(measurements: Iterable[Measurement], *, alone: str, behind: str) -> list[list[str]]:
+    """Rows of a table, one for each workload that both have run: an engine alone, and behind a gateway.
+
+    Rates and latencies are medians of the runs; what is added is the difference of these medians.
+    """
+    runs: dict[str, dict[str, list[Measurement]]] = {}
+    for measurement in measurements:
+        runs.setdefault(measurement.workload, {}).setdefault(measurement.engine, []).append(measurement)
+    rows = [
+        [
+            "gateway and wire",
+            "alone tok/s",
+            "behind tok/s",
+            "ratio",
+            *(f"{name} P50 {text}" for name in ("TTFT", "TPOT") for text in ("alone ms", "added ms")),
+        ]
+    ]
+    for workload, by_engine in runs.items():
+        if alone in by_engine and behind in by_engine:
+            first, second = by_engine[alone], by_engine[behind]
+            rates = [median(run.output_rate for run in each) for each in (first, second)]
+            latencies = [_added(first, second, name) for name in ("ttft_ms", "tpot_ms")]
+            cells = [f"{rates[0]:.1f}", f"{rates[1]:.1f}", f"{rates[1] / rates[0]:.2f}"]
+            rows.append([workload, *cells, *latencies[0], *latencies[1]])
+    return rows
+
+
+def _added(alone: Sequence[Measurement], behind: Sequence[Measurement], name: str) -> tuple[str, str]:
+    """A latency of the engine alone, and what comes on top of it."""
+    without, with_it = (
+        [value for run in runs if (value := getattr(run, name)) is not None] for runs in (alone, behind)
+    )
+    if not without or not with_it:
+        return "-", "-"
+    base = median(without)
+    return f"{base:.1f}", f"{median(with_it) - base:+.1f}"
 
 
 def markdown_table(rows: Sequence[Sequence[str]]) -> str:

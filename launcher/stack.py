@@ -19,7 +19,7 @@ from common.local_redis import redis_url
 from common.rpc.probe import wait_until_serving
 from launcher.ports import free_ports
 from launcher.process import Child
-from launcher.tenants import DemoTenant, make_tenants, write_tenants_file
+from launcher.tenants import LocalTenant, make_tenants, write_tenants_file
 
 START_TIMEOUT_S = 180.0
 DRAIN_S = 30.0
@@ -39,6 +39,7 @@ class StackOptions:
 
     state_dir: Path
     gateway_port: int | None = None  # None: any free one
+    tenants: tuple[LocalTenant, ...] = ()  # none: one of each band
 
 
 class Stack:
@@ -52,7 +53,7 @@ class Stack:
         self._on_progress = on_progress
         self._children: list[Child] = []
         self._resources = ExitStack()
-        self.tenants: tuple[DemoTenant, ...] = make_tenants()
+        self.tenants = options.tenants or make_tenants()
         ports = free_ports(4)
         self.gateway_address = f"127.0.0.1:{options.gateway_port or ports[0]}"
         self.worker_address = f"127.0.0.1:{ports[1]}"

@@ -7,7 +7,10 @@ import pytest
 from rich.console import Console
 
 from bench import peers
+from bench.peers import Outcome
 from bench.report import Measurement
+
+MEASURED = Measurement("engine", "decode", 2.0, 3, 4, ttft_ms=5.0)
 
 
 @pytest.fixture
@@ -16,20 +19,26 @@ def state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def run(code: str) -> list[Measurement]:
-    return peers.run_child("engine", [sys.executable, "-c", code], peers.environment(1), Console(quiet=True))
+def run(code: str, limit_s: float = 60.0) -> Outcome:
+    command = [sys.executable, "-c", code]
+    return peers.run_child("engine", command, peers.environment(1), Console(quiet=True), limit_s=limit_s)
 
 
 def test_measurements_come_through_and_the_rest_goes_to_the_log(state: Path):
-    measurement = Measurement("engine", "decode", 2.0, 3, 4)
-    assert run(f"print('loading'); print({measurement.to_line()!r})") == [measurement]
+    assert run(f"print('loading'); print({MEASURED.to_line()!r})") == Outcome([MEASURED])
     assert (state / "engine.log").read_text().splitlines()[0] == "loading"
 
 
 @pytest.mark.parametrize("code", ["raise SystemExit('no such weights')", "print('no such weights')"])
-def test_an_engine_that_fails_or_measures_nothing_is_an_error_with_its_last_words(state: Path, code: str):
-    with pytest.raises(RuntimeError, match="no such weights"):
-        run(code)
+def test_an_engine_that_fails_or_measures_nothing_has_its_last_words_shown(state: Path, code: str):
+    assert "no such weights" in run(code).failure
+
+
+def test_an_engine_that_takes_too_long_is_ended_with_what_it_started_and_what_it_measured_counts(state: Path):
+    sleeper = "import subprocess, sys, time; subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'])"
+    outcome = run(f"{sleeper}; print({MEASURED.to_line()!r}, flush=True); time.sleep(600)", limit_s=5.0)
+    assert outcome.measurements == [MEASURED]
+    assert "stopped after 5 s" in outcome.failure
 
 
 def test_all_engines_get_the_same_threads():

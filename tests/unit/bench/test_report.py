@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from bench.report import Measurement, comparison, machine, markdown_table, replace_block
+from bench.report import Measurement, comparison, gateway_cost, machine, markdown_table, replace_block
 
 
 def measured(engine: str, workload: str, output_rate: float, *, prompt_tokens: int = 10) -> Measurement:
@@ -36,6 +36,19 @@ def test_comparison_puts_ours_first_and_takes_medians():
 def test_comparison_shows_total_rates_where_prompts_dominate_and_marks_what_is_missing():
     rows = comparison([measured("ours", "a", 10), measured("peer", "b", 10, prompt_tokens=900)], ours="ours")
     assert rows == [["output tokens/s", "a", "b"], ["ours", "10.0", "-"], ["peer", "-", "10.0 (total 100)"]]
+
+
+def test_the_cost_of_a_gateway_is_a_ratio_and_what_it_adds():
+    def timed(engine: str, rate: float, ttft_ms: float, tpot_ms: float | None) -> Measurement:
+        return Measurement(engine, "decode", 100 / rate, 10, 100, ttft_ms=ttft_ms, tpot_ms=tpot_ms)
+
+    alone = [timed("engine", rate, 20.0, 8.0) for rate in (40, 50, 80)]
+    behind = [timed("server", 45, 26.5, 9.0), measured("server", "only here", 10), measured("peer", "decode", 10)]
+    header, row = gateway_cost([*alone, *behind], alone="engine", behind="server")
+    assert row == ["decode", "50.0", "45.0", "0.90", "20.0", "+6.5", "8.0", "+1.0"]
+    assert len(header) == len(row)
+    *_, untimed = gateway_cost([timed("e", 9, 1.0, None), timed("s", 9, 2.0, None)], alone="e", behind="s")
+    assert untimed[-4:] == ["1.0", "+1.0", "-", "-"]
 
 
 def test_markdown_table_has_one_cell_per_column():
