@@ -10,7 +10,7 @@ from types import TracebackType
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, start_http_server
 
-from common.types import BlockUsage
+from common.types import Band, BlockUsage
 
 _TTFT_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
 _TOKEN_S = (0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1, 2.5)
@@ -55,20 +55,73 @@ class GatewayMetrics:
         self.store_errors = counter("store_errors_total", "Calls that did not reach the queue's store")
         self.dispatches = counter("dispatches_total", "Runs of the dispatch script")
         self.claims = counter("claims_total", "Claims received for own requests")
+        self._of_band: dict[Band, BandMetrics] = {}
+        self._of_worker: dict[str, _WorkerUsage] = {}
+
+    def of_band(self, band: Band) -> BandMetrics:
+        """What is counted for every request or token of a band."""
+        found = self._of_band.get(band)
+        if found is None:
+            found = self._of_band[band] = BandMetrics(self, band.name.lower())
+        return found
 
     def set_worker_usage(self, worker_id: str, usage: BlockUsage) -> None:
         """Shows a worker's latest numbers."""
-        for state in ("empty", "cached", "referenced", "swapping"):
-            self.worker_blocks.labels(worker_id, state).set(getattr(usage, state))
-        self.worker_running.labels(worker_id).set(usage.running)
-        self.worker_waiting.labels(worker_id).set(usage.waiting)
+        found = self._of_worker.get(worker_id)
+        if found is None:
+            found = self._of_worker[worker_id] = _WorkerUsage(self, worker_id)
+        found.show(usage)
 
     def forget_worker(self, worker_id: str) -> None:
         """Drops a worker's series, so that restarts under new names do not pile up."""
+        self._of_worker.pop(worker_id, None)
         for state in ("empty", "cached", "referenced", "swapping"):
             _remove(self.worker_blocks, worker_id, state)
         _remove(self.worker_running, worker_id)
         _remove(self.worker_waiting, worker_id)
+
+
+class BandMetrics:
+    """One band's series of some metrics, found once: looking one up costs more than counting."""
+
+    def __init__(self, metrics: GatewayMetrics, band: str) -> None:
+        self._requests = metrics.requests
+        self._band = band
+        self._ended: dict[str, Counter] = {}
+        self.queue_wait = metrics.queue_wait.labels(band)
+        self.ttft = metrics.ttft.labels(band)
+        self.tpot = metrics.tpot.labels(band)
+        self.itl = metrics.itl.labels(band)
+        self.prompt_tokens = metrics.prompt_tokens.labels(band)
+        self.cached_prompt_tokens = metrics.cached_prompt_tokens.labels(band)
+        self.completion_tokens = metrics.completion_tokens.labels(band)
+
+    def ended(self, outcome: str) -> Counter:
+        """Requests that ended so."""
+        found = self._ended.get(outcome)
+        if found is None:
+            found = self._ended[outcome] = self._requests.labels(self._band, outcome)
+        return found
+
+
+class _WorkerUsage:
+    """One worker's series."""
+
+    def __init__(self, metrics: GatewayMetrics, worker_id: str) -> None:
+        states = ("empty", "cached", "referenced", "swapping")
+        self._empty, self._cached, self._referenced, self._swapping = (
+            metrics.worker_blocks.labels(worker_id, state) for state in states
+        )
+        self._running = metrics.worker_running.labels(worker_id)
+        self._waiting = metrics.worker_waiting.labels(worker_id)
+
+    def show(self, usage: BlockUsage) -> None:
+        self._empty.set(usage.empty)
+        self._cached.set(usage.cached)
+        self._referenced.set(usage.referenced)
+        self._swapping.set(usage.swapping)
+        self._running.set(usage.running)
+        self._waiting.set(usage.waiting)
 
 
 class WorkerMetrics:

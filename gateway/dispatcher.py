@@ -19,7 +19,7 @@ from common.errors import (
     UnavailableError,
 )
 from common.metrics import GatewayMetrics
-from common.types import Band, BlockUsage, FinishReason, Reason
+from common.types import BlockUsage, FinishReason, Reason
 from gateway.admission.drain_rate import DrainRate
 from gateway.background import Background
 from gateway.lifecycle import RequestState, failed, finished
@@ -92,7 +92,6 @@ class Dispatcher:
         self._telling = asyncio.Lock()
         self._told_reached: list[str] = []
         self.output_meter = OutputMeter()
-        self._itl = {band: metrics.itl.labels(band.name.lower()) for band in Band}
         self._wake = asyncio.Event()
         self._idle = asyncio.Event()
         self._idle.set()
@@ -190,7 +189,7 @@ class Dispatcher:
         now = self._clock.monotonic()
         self._drain_rate.count(now)
         if live.taken_at is None:
-            self._metrics.queue_wait.labels(live.request.band.name.lower()).observe(now - live.queued_at)
+            self._metrics.of_band(live.request.band).queue_wait.observe(now - live.queued_at)
         live.begin(claim, now)
         session = self._fleet.session(claim.worker_id, claim.worker_epoch)
         if session is None or session.state is not WorkerState.READY:
@@ -283,7 +282,7 @@ class Dispatcher:
         self._learn_prefix(live, event)
         now = self._clock.monotonic()
         if event.token_ids and live.last_token_at is not None:
-            self._itl[live.request.band].observe(now - live.last_token_at)
+            self._metrics.of_band(live.request.band).itl.observe(now - live.last_token_at)
         self.output_meter.add(live.flow, len(event.token_ids))
         live.receive(event, now)
 

@@ -15,18 +15,18 @@ def show_ended(
     metrics: GatewayMetrics, live: LiveRequest, outcome: Outcome, num_output_tokens: int, *, now: float
 ) -> None:
     """Counts it and writes one line. `num_output_tokens`: of this run of it; `now`: monotonic seconds."""
-    band = live.request.band.name.lower()
-    metrics.requests.labels(band, live.lifecycle.state.value).inc()
+    of_band = metrics.of_band(live.request.band)
+    of_band.ended(live.lifecycle.state.value).inc()
     if outcome.error is not None:
         metrics.rejected.labels(outcome.error.reason.name).inc()
-    metrics.prompt_tokens.labels(band).inc(live.num_payable_prompt_tokens)
-    metrics.cached_prompt_tokens.labels(band).inc(live.cached_prompt_tokens)
-    metrics.completion_tokens.labels(band).inc(num_output_tokens)
+    of_band.prompt_tokens.inc(live.num_payable_prompt_tokens)
+    of_band.cached_prompt_tokens.inc(live.cached_prompt_tokens)
+    of_band.completion_tokens.inc(num_output_tokens)
     if live.first_token_at is not None and live.last_token_at is not None:
-        metrics.ttft.labels(band).observe(live.first_token_at - live.arrived)
+        of_band.ttft.observe(live.first_token_at - live.arrived)
         if num_output_tokens > 1:
             gap = (live.last_token_at - live.first_token_at) / (num_output_tokens - 1)
-            metrics.tpot.labels(band).observe(gap)
+            of_band.tpot.observe(gap)
     _log.info(
         "request_ended",
         state=live.lifecycle.state.value,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import signal
 import sys
 from collections.abc import Coroutine
@@ -18,6 +19,8 @@ from gateway.tenants import TenantsFileError, load_tenants
 from gateway.tenants_watch import TenantsWatch
 
 _log = structlog.get_logger(__name__)
+
+_YOUNG_OBJECTS = 10_000  # that the collector lets come before it looks at them; some milliseconds' worth under load
 
 
 async def serve(settings: GatewaySettings, url: str) -> None:
@@ -43,6 +46,7 @@ async def serve(settings: GatewaySettings, url: str) -> None:
 
         loop.add_reader(parent, on_orphaned)
     await app.start()
+    _spare_collector()
     asked = asyncio.create_task(app.drain_wanted.wait())
     signalled = asyncio.create_task(stopping.wait())
     await asyncio.wait([asked, signalled], return_when=asyncio.FIRST_COMPLETED)
@@ -58,6 +62,16 @@ async def serve(settings: GatewaySettings, url: str) -> None:
     if not draining.done():
         app.end_drain()
     await draining
+
+
+def _spare_collector() -> None:
+    """Takes what lives as long as the program out of the garbage collector's sight, and lets it look less often.
+
+    Requests leave few cycles behind, yet under load a tenth of the time went into looking for them.
+    """
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(_YOUNG_OBJECTS, *gc.get_threshold()[1:])
 
 
 def _run(program: Coroutine[Any, Any, None]) -> None:

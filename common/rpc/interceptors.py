@@ -74,6 +74,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
+        self._wrapped: dict[str, tuple[Handler, Handler]] = {}  # by method: what was there last, and what it became
 
     async def intercept_service(
         self, continuation: Continuation, handler_call_details: grpc.HandlerCallDetails
@@ -83,6 +84,13 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
         if handler is None:
             return None
         method = str(handler_call_details.method)
+        known, wrapped = self._wrapped.get(method, (None, None))
+        if known is not handler:
+            wrapped = self._wrap(method, handler)
+            self._wrapped[method] = handler, wrapped
+        return wrapped
+
+    def _wrap(self, method: str, handler: Handler) -> Handler:
         decode = _guard_decoder(handler.request_deserializer)
         encode = handler.response_serializer
         prepare = _checked_stream if handler.request_streaming else _checked

@@ -15,6 +15,7 @@ from gateway.store.keys import PoolKeys
 
 _TIMEOUT_S = 2.0
 _MAX_TOGETHER = 100
+_NAMES = tuple(field.name for field in fields(UsageRecord))
 _SCRIPTS = ("ledger_open", "ledger_note", "ledger_close", "ledger_reap", "ledger_leave")
 
 
@@ -110,7 +111,7 @@ class RedisLedger:
 
 def _flat(record: UsageRecord) -> list[Argument]:
     """Name, value, name, value, and so on, as a stream's entry has them."""
-    return [part for field in fields(record) for part in (field.name, str(getattr(record, field.name)))]
+    return [part for name in _NAMES for part in (name, str(getattr(record, name)))]
 
 
 def _packed(record: UsageRecord) -> str:
