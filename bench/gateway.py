@@ -1,22 +1,24 @@
 """What a gateway adds to tokens and requests, beside a worker without a model: `python -m bench.gateway`.
 
 Redis, a null worker, one gateway program and this process, which is the clients, share the machine. Tokens carry the
-time at which the null worker sent them, so every delay is the gateway's, the wire's and this process's together.
+time at which the null worker sent them, so every delay is the gateway's, the wire's and this process's together. What
+each of them takes of the processors is measured too: where they have none left, delays say nothing of the gateway.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import gc
 import json
 import os
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Sequence
+from array import array
+from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from dataclasses import dataclass, field
-from datetime import UTC, datetime
 from hashlib import sha256
 from pathlib import Path
 from random import Random
@@ -24,11 +26,11 @@ from statistics import median
 
 import psutil
 
+from bench.gateway_report import Plan, Result, describe, percentile
 from bench.null_worker import STAMP_CHARS, run, seconds_since
-from bench.report import machine, markdown_table, replace_block
-from client.client import Client, ClientOptions
-from client.types import Delta, Finished, Sampling, Text
-from common.local_redis import redis_url
+from bench.raw_client import RawClient
+from bench.report import replace_block
+from common.local_redis import LocalRedis
 from common.rpc.probe import wait_until_serving
 from launcher.ports import free_ports
 from launcher.process import Child
@@ -40,6 +42,7 @@ PROMPT = "x" * 200
 NUM_CONNECTIONS = 8
 OUTPUT_TOKENS = (50, 150)  # of a streamed request, drawn evenly
 ADMISSIONS_IN_FLIGHT = 128
+MAX_LEDGER_RECORDS = 10_000  # so that a soak comes to the bound of the ledger, and memory to its own
 RAMP_S = 5.0
 START_S = 60.0
 MIB = 2**20
@@ -58,60 +61,43 @@ finally:
 class Delays:
     """Seconds, one for each token or request of a measurement."""
 
-    ttft: list[float] = field(default_factory=list)  # first token received - request sent; the worker sends it at once
-    transit: list[float] = field(default_factory=list)  # received - sent, of every token
-    gap: list[float] = field(default_factory=list)  # gap between receipts - gap between sends, of consecutive tokens
+    ttft: array[float] = field(default_factory=lambda: array("d"))  # first token - request; the worker sends it at once
+    transit: array[float] = field(default_factory=lambda: array("d"))  # received - sent, of every token
+    gap: array[float] = field(default_factory=lambda: array("d"))  # gap between receipts - gap between sends
     num_failed: int = 0
 
 
 @dataclass(frozen=True, slots=True)
-class Result:
-    """One gateway, measured once."""
+class Usage:
+    """Processor seconds so far, and memory in MiB now."""
 
-    ttft_p50_ms: float
-    ttft_p99_ms: float
-    itl_p99_ms: float
-    transit_p50_ms: float
-    transit_p99_ms: float
-    tokens_per_s: float
-    cpu_us_per_token: float
-    gateway_cpu: float  # of one core, while it streamed
-    clients_cpu: float
-    admissions_per_s: float
-    admission_cpu_ms: float
-    num_failed: int
-    resident_mib: tuple[float, ...]  # of the gateway, in equal intervals
-
-
-@dataclass(frozen=True, slots=True)
-class Plan:
-    """What is measured."""
-
-    num_streams: int
-    rate: float
-    batch: int
-    seconds: float
-    admission_s: float
-    processes: int
-    profile: str
+    gateways: tuple[float, ...]  # of each process
+    worker: float
+    redis: float
+    clients: float
+    gateways_mib: float
+    redis_mib: float
 
 
 class Deployment:
     """A gateway program with all that it needs, and clients connected to it."""
 
-    def __init__(self, clients: list[Client], gateway: Child) -> None:
+    def __init__(self, clients: list[RawClient], gateway: Child, worker: Child, redis: LocalRedis) -> None:
         self.clients = clients
         root = psutil.Process(gateway.pid)
-        family = [root, *root.children(recursive=True)]
-        self._gateways = [each for each in family if "redis" not in each.name()]
+        self._gateways = [root, *root.children(recursive=True)]
+        self._worker, self._redis = psutil.Process(worker.pid), psutil.Process(redis.pid)
 
-    def cpu_s(self) -> float:
-        """Processor seconds of the gateway's processes so far."""
-        return sum(sum(each.cpu_times()[:2]) for each in self._gateways)
-
-    def resident_mib(self) -> float:
-        """Memory of the gateway's processes now."""
-        return float(sum(each.memory_info().rss for each in self._gateways)) / MIB
+    def usage(self) -> Usage:
+        """What everything has used."""
+        return Usage(
+            gateways=tuple(sum(each.cpu_times()[:2]) for each in self._gateways),
+            worker=sum(self._worker.cpu_times()[:2]),
+            redis=sum(self._redis.cpu_times()[:2]),
+            clients=time.process_time(),
+            gateways_mib=float(sum(each.memory_info().rss for each in self._gateways)) / MIB,
+            redis_mib=float(self._redis.memory_info().rss) / MIB,
+        )
 
 
 @asynccontextmanager
@@ -120,19 +106,20 @@ async def deployment(plan: Plan, source: Path) -> AsyncIterator[Deployment]:
     worker, gateway = (f"127.0.0.1:{port}" for port in free_ports(2))
     async with AsyncExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="tidegate-bench-")))
-        url = stack.enter_context(redis_url(None))
+        redis = stack.enter_context(LocalRedis())
         (folder / "tenants.json").write_text(json.dumps({"tenants": [_tenant()]}))
         flags = ["--rate", str(plan.rate), "--batch", str(plan.batch), "--max-num-seqs", str(plan.num_streams + 64)]
         command = [sys.executable, "-m", "bench.null_worker", "--listen", worker, *flags]
         children = [await Child.start("worker", command, os.environ, folder)]
         stack.push_async_callback(children[0].stop, drain_s=1.0)
         settings = {
-            "TIDEGATE_REDIS_URL": url,
+            "TIDEGATE_REDIS_URL": redis.url,
             "TIDEGATE_GATEWAY_LISTEN": gateway,
             "TIDEGATE_GATEWAY_METRICS_LISTEN": "",
             "TIDEGATE_GATEWAY_WORKERS": worker,
             "TIDEGATE_GATEWAY_TENANTS_FILE": str(folder / "tenants.json"),
             "TIDEGATE_GATEWAY_LOG_FORMAT": "json",
+            "TIDEGATE_GATEWAY_LEDGER_MAX_RECORDS": str(MAX_LEDGER_RECORDS),
             "PYTHONPATH": str(source),
         }
         if plan.processes > 1:
@@ -143,8 +130,10 @@ async def deployment(plan: Plan, source: Path) -> AsyncIterator[Deployment]:
         stack.push_async_callback(children[1].stop, drain_s=10.0)
         async with asyncio.timeout(START_S):
             await wait_until_serving(gateway)
-        clients = [await stack.enter_async_context(_client(gateway, number)) for number in range(NUM_CONNECTIONS)]
-        yield Deployment(clients, children[1])
+        clients = [RawClient(gateway, KEY, PROMPT, number) for number in range(NUM_CONNECTIONS)]
+        for client in clients:
+            await stack.enter_async_context(client)
+        yield Deployment(clients, children[1], children[0], redis)
 
 
 def _tenant() -> dict[str, object]:
@@ -153,35 +142,28 @@ def _tenant() -> dict[str, object]:
     return {"id": "bench", "key_sha256": sha256(KEY.encode()).hexdigest(), "band": "normal", "limits": limits}
 
 
-def _client(address: str, number: int) -> Client:
-    # Channels with equal arguments would share one connection.
-    return Client(address, KEY, options=ClientOptions(keepalive_timeout_s=20.0 + number))
-
-
-async def stream(client: Client, num_tokens: int, delays: Delays, begin: float) -> None:
+async def stream(client: RawClient, num_tokens: int, delays: Delays, begin: float) -> None:
     """One request; its delays count from `begin` (monotonic seconds) on."""
     sent = time.monotonic()
     last: float | None = None
     is_finished = False
-    async with aclosing(client.generate(Text(PROMPT), Sampling(max_tokens=num_tokens), timeout_s=120)) as events:
-        async for event in events:
-            if isinstance(event, Delta):
-                now = time.monotonic()
-                for start in range(0, len(event.text), STAMP_CHARS):
-                    transit = seconds_since(int(event.text[start : start + STAMP_CHARS], 16), now)
-                    if now >= begin:
-                        delays.transit.append(transit)
-                        if last is not None:
-                            delays.gap.append(transit - last)
-                        elif sent >= begin:
-                            delays.ttft.append(now - sent)
-                    last = transit
-            is_finished = is_finished or isinstance(event, Finished)
+    async with aclosing(client.stream(num_tokens, timeout_s=120)) as texts:
+        async for now, text in texts:
+            is_finished = not text
+            for start in range(0, len(text), STAMP_CHARS):
+                transit = seconds_since(int(text[start : start + STAMP_CHARS], 16), now)
+                if now >= begin:
+                    delays.transit.append(transit)
+                    if last is not None:
+                        delays.gap.append(transit - last)
+                    elif sent >= begin:
+                        delays.ttft.append(now - sent)
+                last = transit
     delays.num_failed += not is_finished
 
 
-async def measure_streams(plan: Plan, system: Deployment, random: Random) -> tuple[Delays, list[float], float, float]:
-    """Keeps `num_streams` streams open; returns delays, memory in intervals, and CPU seconds of gateway and clients."""
+async def measure_streams(plan: Plan, system: Deployment, random: Random) -> tuple[Delays, list[Usage]]:
+    """Keeps `num_streams` streams open; returns delays, and what everything has used at the ends of equal intervals."""
     delays, ramp_end = Delays(), time.monotonic() + RAMP_S
     end = ramp_end + plan.seconds
 
@@ -195,15 +177,14 @@ async def measure_streams(plan: Plan, system: Deployment, random: Random) -> tup
         for number in range(plan.num_streams):
             tasks.create_task(keep(number))
         await asyncio.sleep(ramp_end - time.monotonic())
-        own, cpu_s, resident = time.process_time(), system.cpu_s(), [system.resident_mib()]
+        used = [system.usage()]
         num_intervals = max(1, round(plan.seconds / 10))
-        for _ in range(num_intervals):
-            await asyncio.sleep(plan.seconds / num_intervals)
-            resident.append(system.resident_mib())
-        cpu_s, own = system.cpu_s() - cpu_s, time.process_time() - own
+        for number in range(num_intervals):
+            await asyncio.sleep(max(0.0, ramp_end + plan.seconds * (number + 1) / num_intervals - time.monotonic()))
+            used.append(system.usage())
         num_tokens = len(delays.transit)
     del delays.transit[num_tokens:], delays.gap[num_tokens:]
-    return delays, resident, cpu_s, own
+    return delays, used
 
 
 async def measure_admissions(plan: Plan, system: Deployment) -> tuple[float, float]:
@@ -211,18 +192,18 @@ async def measure_admissions(plan: Plan, system: Deployment) -> tuple[float, flo
     end = time.monotonic() + plan.admission_s
     count = 0
 
-    async def keep(client: Client) -> None:
+    async def keep(client: RawClient) -> None:
         nonlocal count
         while time.monotonic() < end:
-            await client.complete(Text(PROMPT), Sampling(max_tokens=1), timeout_s=60)
+            await client.complete(1, timeout_s=60)
             count += 1
 
-    cpu_s, begin = system.cpu_s(), time.monotonic()
+    cpu_s, begin = sum(system.usage().gateways), time.monotonic()
     async with asyncio.TaskGroup() as tasks:
         for number in range(ADMISSIONS_IN_FLIGHT):
             tasks.create_task(keep(system.clients[number % NUM_CONNECTIONS]))
     elapsed_s = time.monotonic() - begin
-    return count / elapsed_s, (system.cpu_s() - cpu_s) / count
+    return count / elapsed_s, (sum(system.usage().gateways) - cpu_s) / count
 
 
 async def measure(plan: Plan, source: Path) -> Result:
@@ -230,8 +211,10 @@ async def measure(plan: Plan, source: Path) -> Result:
     async with deployment(plan, source) as system:
         await measure_admissions_warm(system)
         rate, cpu_s = await measure_admissions(plan, system)
-        delays, resident, stream_cpu_s, clients_s = await measure_streams(plan, system, Random(1))
-    num_tokens = len(delays.transit)
+        delays, used = await measure_streams(plan, system, Random(1))
+    num_tokens, first, last = len(delays.transit), used[0], used[-1]
+    by_process = [after - before for before, after in zip(first.gateways, last.gateways, strict=True)]
+    stream_cpu_s = sum(by_process)
     return Result(
         ttft_p50_ms=1e3 * percentile(delays.ttft, 50),
         ttft_p99_ms=1e3 * percentile(delays.ttft, 99),
@@ -241,72 +224,21 @@ async def measure(plan: Plan, source: Path) -> Result:
         tokens_per_s=num_tokens / plan.seconds,
         cpu_us_per_token=1e6 * stream_cpu_s / num_tokens,
         gateway_cpu=stream_cpu_s / plan.seconds,
-        clients_cpu=clients_s / plan.seconds,
+        worker_cpu=(last.worker - first.worker) / plan.seconds,
+        redis_cpu=(last.redis - first.redis) / plan.seconds,
+        clients_cpu=(last.clients - first.clients) / plan.seconds,
+        shares=tuple(sorted((it / stream_cpu_s for it in by_process if it > 0.01 * stream_cpu_s), reverse=True)),
         admissions_per_s=rate,
         admission_cpu_ms=1e3 * cpu_s,
         num_failed=delays.num_failed,
-        resident_mib=tuple(resident),
+        resident_mib=tuple(it.gateways_mib for it in used),
+        redis_mib=tuple(it.redis_mib for it in used),
     )
 
 
 async def measure_admissions_warm(system: Deployment) -> None:
     """Lets everything be used once before anything is measured."""
-    await asyncio.gather(*(client.complete(Text(PROMPT), Sampling(max_tokens=4)) for client in system.clients))
-
-
-def percentile(values: Sequence[float], percent: float) -> float:
-    """The smallest value that so many percent of the values do not exceed; 0 if there are none."""
-    ordered = sorted(values)
-    return ordered[max(0, -(-len(ordered) * percent // 100) - 1).__int__()] if ordered else 0.0
-
-
-def table(results: dict[str, list[Result]]) -> list[list[str]]:
-    """Medians of the rounds of every gateway; with two of them, a column of ratios."""
-    rows = [["", *results]]
-    for name, label, digits in ROWS:
-        values = [median(getattr(each, name) for each in rounds) for rounds in results.values()]
-        rows.append([label, *(f"{value:.{digits}f}" for value in values)])
-        if len(values) == 2:
-            rows[-1].append(f"{values[1] / values[0]:.2f}" if values[0] else "-")
-    if len(results) == 2:
-        rows[0].append("ratio")
-    return rows
-
-
-ROWS = (
-    ("ttft_p50_ms", "added TTFT P50 (ms)", 1),
-    ("ttft_p99_ms", "added TTFT P99 (ms)", 1),
-    ("itl_p99_ms", "added ITL P99 (ms)", 1),
-    ("transit_p50_ms", "token on its way P50 (ms)", 1),
-    ("transit_p99_ms", "token on its way P99 (ms)", 1),
-    ("tokens_per_s", "tokens/s delivered", 0),
-    ("cpu_us_per_token", "gateway CPU per token (µs)", 1),
-    ("gateway_cpu", "gateway CPU while streaming (cores)", 2),
-    ("clients_cpu", "clients' CPU while streaming (cores)", 2),
-    ("admissions_per_s", "admissions/s at saturation", 0),
-    ("admission_cpu_ms", "gateway CPU per admission (ms)", 2),
-    ("num_failed", "failed streams", 0),
-)
-
-
-def describe(plan: Plan, results: dict[str, list[Result]], busy: float) -> str:
-    """The block of the document."""
-    ours = results[list(results)[-1]][-1]
-    now = datetime.now(UTC).strftime("%Y-%m-%d")
-    memory = " → ".join(f"{value:.0f}" for value in ours.resident_mib[:: max(1, len(ours.resident_mib) // 10)])
-    processes = "one process" if plan.processes == 1 else f"{plan.processes} processes"
-    return "\n".join(
-        [
-            f"{now}, {machine()}. Just before, other work took {busy:.1f} of its cores, with a load average of "
-            f"{os.getloadavg()[2]:.0f}: what that work takes away is in every figure but CPU per token and admission.",
-            f"{plan.num_streams} streams at {plan.rate:g} tokens/s each for {plan.seconds:g} s, {processes}, "
-            f"worker batches of {plan.batch}; medians of {len(results[list(results)[-1]])} round(s).",
-            "",
-            markdown_table(table(results)),
-            "",
-            f"The gateway's resident memory over that time, in MiB: {memory}.",
-        ]
-    )
+    await asyncio.gather(*(client.complete(4, timeout_s=60) for client in system.clients))
 
 
 async def measure_all(plan: Plan, sources: dict[str, Path], rounds: int) -> tuple[dict[str, list[Result]], float]:
@@ -359,6 +291,8 @@ def main() -> None:
         results, busy = await measure_all(plan, sources, arguments.rounds)
         outcome.append(describe(plan, results, busy))
 
+    gc.freeze()
+    gc.set_threshold(50_000, *gc.get_threshold()[1:])
     run(program())
     print(outcome[0])
     if arguments.write:

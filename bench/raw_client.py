@@ -1,0 +1,56 @@
+"""A client that is cheap enough to share a machine with the gateway it measures: calls and bytes, no events."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncGenerator
+from types import TracebackType
+from typing import Self
+
+import grpc
+
+from protos.inference.v1 import inference_pb2
+
+_PATH = "/inference.v1.Inference/"
+_DELTA, _FINISHED = 2, 3  # fields of GenerateResponse
+
+
+class RawClient:
+    """A connection to a gateway; an async context manager."""
+
+    def __init__(self, address: str, key: str, prompt: str, number: int) -> None:
+        """`number`: makes its connection another one than those of others."""
+        # Channels with equal arguments would share one connection.
+        self._channel = grpc.aio.insecure_channel(address, options=[("grpc.keepalive_timeout_ms", 20_000 + number)])
+        self._generate: grpc.aio.UnaryStreamMultiCallable[bytes, bytes] = self._channel.unary_stream(_PATH + "Generate")
+        self._complete: grpc.aio.UnaryUnaryMultiCallable[bytes, bytes] = self._channel.unary_unary(_PATH + "Complete")
+        self._metadata = (("authorization", f"Bearer {key}"),)
+        self._prompt = prompt
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self._channel.close()
+
+    def _request(self, num_tokens: int) -> bytes:
+        request = inference_pb2.GenerateRequest(text=self._prompt)
+        request.sampling.max_tokens = num_tokens
+        return request.SerializeToString()
+
+    async def stream(self, num_tokens: int, *, timeout_s: float) -> AsyncGenerator[tuple[float, str], None]:
+        """The texts of one answer, each with the time of its receipt (monotonic seconds); "" is the end of it."""
+        call = self._generate(self._request(num_tokens), timeout=timeout_s, metadata=self._metadata)
+        async for raw in call:
+            now = time.monotonic()
+            event = raw[0] >> 3
+            if event == _DELTA:
+                yield now, inference_pb2.GenerateResponse.FromString(raw).delta.text
+            elif event == _FINISHED:
+                yield now, ""
+
+    async def complete(self, num_tokens: int, *, timeout_s: float) -> None:
+        """A whole answer, not looked at. Raises grpc.aio.AioRpcError unless it is one."""
+        await self._complete(self._request(num_tokens), timeout=timeout_s, metadata=self._metadata)
