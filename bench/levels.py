@@ -174,13 +174,7 @@ class Run:
         log.num_recomputed += stats.num_recomputed_tokens
         log.num_computed += stats.num_tokens
         if stats.referenced_blocks:
-            own = sum(
-                request.num_computed - request.num_shared_blocks * BLOCK_SIZE for request in self._scheduler.running
-            )
-            shared = stats.referenced_blocks - sum(
-                len(request.block_ids) - request.num_shared_blocks for request in self._scheduler.running
-            )
-            log.held_share.append(own / BLOCK_SIZE / max(1, stats.referenced_blocks - max(0, shared)))
+            log.held_share.append(stats.num_held_tokens / stats.num_held_slots)
             log.used_share.append(stats.referenced_blocks / (self._manager.pool.num_usable))
 
 

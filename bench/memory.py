@@ -1,11 +1,8 @@
 """How well the KV cache is used, and what it costs: `python -m bench.memory`.
 
-Shows how many of the token slots in referenced blocks belong to a token, in every mode and for block sizes from 2 to
-64, and what the prefix cache costs when nobody finds anything in it. That runs in simulated time, as the default model
-would take it; `--real` measures the last two on the model itself.
-
-A slot is "known" from the moment that its request runs with that token, and "computed" once it holds its keys and
-values: the difference are prompts that have their blocks and wait for their turn in a step.
+Shows how many of the token slots in referenced blocks hold the keys and values of a token, in every mode and for block
+sizes from 2 to 64, and what the prefix cache costs when nobody finds anything in it. That runs in simulated time, as
+the default model would take it; `--real` measures the last two on the model itself.
 """
 
 from __future__ import annotations
@@ -69,9 +66,8 @@ class SimulatedExecutor:
 class Usage:
     """What one run did, summed over its steps."""
 
-    computed_tokens: int = 0
-    known_tokens: int = 0
-    slots: int = 0  # in referenced blocks
+    held_tokens: int = 0  # whose keys and values are in referenced blocks
+    slots: int = 0  # for tokens in referenced blocks
     num_steps: int = 0
     num_tokens: int = 0  # that passed through the model
     num_hits: int = 0
@@ -79,9 +75,9 @@ class Usage:
     total_s: float = 0.0  # simulated
 
     @property
-    def shares(self) -> tuple[str, str]:
-        """Known and computed tokens per slot."""
-        return f"{self.known_tokens / self.slots:.1%}", f"{self.computed_tokens / self.slots:.1%}"
+    def utilization(self) -> float:
+        """Tokens held per slot."""
+        return self.held_tokens / self.slots
 
 
 def run(
@@ -116,9 +112,8 @@ def run(
         usage.num_steps += 1
         usage.num_tokens += stats.num_tokens
         usage.num_hits += stats.num_hit_tokens
-        usage.slots += stats.referenced_blocks * block_size
-        usage.computed_tokens += sum(request.num_computed for request in scheduler.running)
-        usage.known_tokens += sum(request.num_tokens for request in scheduler.running)
+        usage.slots += stats.num_held_slots
+        usage.held_tokens += stats.num_held_tokens
     usage.total_s = executor.now_s
     return usage
 
@@ -128,11 +123,11 @@ def show_modes(work: Sequence[Work]) -> Table:
     table = Table(
         title=f"Token slots of referenced blocks, mixed load, blocks of {BLOCK_SIZE}, {MAX_NUM_SEQS} at a time"
     )
-    for column in ("mode", "known", "computed", "seconds"):
+    for column in ("mode", "hold a token", "seconds"):
         table.add_column(column, justify="right")
     for name, mode in MODES.items():
         usage = run(work, mode)
-        table.add_row(name, *usage.shares, f"{usage.total_s:.0f}")
+        table.add_row(name, f"{usage.utilization:.1%}", f"{usage.total_s:.0f}")
     return table
 
 
@@ -159,13 +154,13 @@ def show_prefix_cost(work: Sequence[Work], repeats: int) -> Table:
 def show_sizes(work: Sequence[Work]) -> Table:
     """Utilization and the engine's time by block size."""
     table = Table(title="Block sizes; kernels serve multiples of 8")
-    for column in ("tokens per block", "known", "computed", "engine µs per step", "served"):
+    for column in ("tokens per block", "slots that hold a token", "engine µs per step", "served"):
         table.add_column(column, justify="right")
     for block_size in BLOCK_SIZES:
         usage = run(work, block_size=block_size)
         served = "yes" if block_size in KERNEL_BLOCK_SIZES else "no"
         engine_us = 1e6 * usage.engine_s / usage.num_steps
-        table.add_row(str(block_size), *usage.shares, f"{engine_us:.0f}", served)
+        table.add_row(str(block_size), f"{usage.utilization:.1%}", f"{engine_us:.0f}", served)
     return table
 
 

@@ -141,6 +141,8 @@ class WorkerMetrics:
         self.waiting = gauge("waiting", "Requests accepted and not running")
         self.sessions = gauge("sessions", "Gateways connected")
         self.blocks = gauge("blocks", "KV blocks by state", "state")
+        self.promised_blocks = gauge("promised_blocks", "Of the free KV blocks, those promised to running requests")
+        self.kv_utilization = gauge("kv_utilization", "Of the token slots in referenced KV blocks, those with a token")
         self.prompt_tokens = counter("prompt_tokens_total", "Prompt tokens of admitted requests")
         self.prefix_hit_tokens = counter("prefix_hit_tokens_total", "Found in the prefix cache at admissions")
         self.output_tokens = counter("output_tokens_total", "Tokens generated")

@@ -157,7 +157,7 @@ class BlockUsage:
     seq: int
     empty: int
     cached: int
-    referenced: int
+    referenced: int  # or promised to a running request
     swapping: int
     running: int
     waiting: int

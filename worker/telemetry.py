@@ -17,6 +17,8 @@ def observe_step(metrics: WorkerMetrics, output: StepOutput, duration_s: float) 
         referenced=stats.referenced_blocks,
         swapping=stats.swapping_blocks,
     )
+    metrics.promised_blocks.set(stats.promised_blocks)
+    metrics.kv_utilization.set(stats.num_held_tokens / max(1, stats.num_held_slots))
     metrics.prompt_tokens.inc(stats.num_prompt_tokens)
     metrics.prefix_hit_tokens.inc(stats.num_hit_tokens)
     metrics.preemptions.inc(stats.num_preemptions)

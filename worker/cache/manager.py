@@ -1,4 +1,4 @@
-"""Which blocks a request gets: prefix hits, new blocks, publication, return. All of it or nothing."""
+"""Which blocks a request gets: prefix hits, promises, new blocks, publication, return. All of it or nothing."""
 
 from __future__ import annotations
 
@@ -21,7 +21,11 @@ HOLE = 0
 
 
 class CacheManager:
-    """Fills the block tables of requests from a pool; holds no request itself."""
+    """Fills the block tables of requests from a pool; holds no request itself.
+
+    An admission promises blocks; they stay in the pool, free or cached, until the step that fills them takes them.
+    Promises never exceed the free blocks, so whoever has one can take it whatever the others do.
+    """
 
     def __init__(
         self,
@@ -55,11 +59,32 @@ class CacheManager:
         self.block_size = block_size
         self._digest = digest
         self._prefix_cache = prefix_cache
+        self.num_promised = 0
+        """Free blocks that requests may take yet: the sum over all of them."""
+
+    @property
+    def num_available(self) -> int:
+        """Blocks that are free and promised to nobody."""
+        return self.pool.num_free - self.num_promised
 
     @property
     def counts(self) -> BlockCounts:
         """Blocks by state."""
         return self.pool.counts
+
+    @property
+    def counts_with_promises(self) -> BlockCounts:
+        """Blocks by state as if all promises were taken: of the empty ones, then of the cached, then of the others."""
+        counts, left = self.counts, self.num_promised
+        empty = min(left, counts.empty)
+        cached = min(left - empty, counts.cached)
+        return BlockCounts(
+            counts.empty - empty,
+            counts.cached - cached,
+            counts.referenced + left,
+            counts.swapping - (left - empty - cached),
+            counts.null,
+        )
 
     @property
     def max_tokens(self) -> int:
@@ -80,22 +105,23 @@ class CacheManager:
         return num_tokens <= self.max_tokens
 
     def num_needed(self, request: Request, num_tokens: int) -> int:
-        """Free blocks that an admission which covers so many tokens would take. Changes nothing but the keys."""
+        """Available blocks that an admission which covers so many tokens would need. Changes nothing but the keys."""
         hits = self._find_prefix(request)
         shared = sum(isinstance(hit, Block) and hit.ref_count > 0 for hit in hits)
         return self._num_held(hits, num_tokens) - shared
 
     def num_freed(self, request: Request) -> int:
-        """Blocks that come free if this request gives back what it holds."""
+        """Blocks that become available if this request gives back what it holds and was promised."""
         blocks = self.pool.blocks
-        return sum(blocks[block_id].ref_count == 1 for block_id in request.block_ids)
+        return request.num_promised + sum(blocks[block_id].ref_count == 1 for block_id in request.block_ids)
 
     def admit(self, request: Request, *, num_tokens: int | None = None, headroom: int = 0) -> bool:
-        """Gives a request without blocks all blocks for its known tokens, if `headroom` blocks stay free after that.
+        """Promises a request without blocks all blocks for its known tokens, if `headroom` more are available.
 
-        `num_tokens`, if given, covers more: tokens that it will generate. Leading full blocks that are cached are
-        shared and count as computed; at least one token is left to compute. Returns whether it did; if not, nothing
-        has changed. With a window it gets as many blocks as it may hold at a time, and `slide` moves them on.
+        With `num_tokens` it takes all blocks for so many tokens at once: also for those that it will generate. Leading
+        full blocks that are cached are shared and count as computed; at least one token is left to compute. Returns
+        whether it did; if not, nothing has changed. With a window it is as many blocks as it may hold at a time, and
+        `slide` moves them on.
         """
         assert not request.block_ids
         hits = self._find_prefix(request)
@@ -104,7 +130,7 @@ class CacheManager:
         num_reserved = max(request.num_tokens, num_tokens or 0)
         num_new = self._num_held(hits, num_reserved) - len(found)
         num_revived = sum(block.ref_count == 0 for block in found)  # they leave the free list as well
-        if num_new + num_revived + headroom > self.pool.num_free:
+        if num_new + num_revived + headroom > self.num_available:
             return False
         for block in found:  # before taking, which could evict them
             self.pool.touch(block)
@@ -112,7 +138,9 @@ class CacheManager:
             self.host.hold(saved)
         for hit in hits:
             request.block_ids.append(self._place(hit))
-        request.block_ids += [self._take() for _ in range(num_new - len(saved))]
+        self._promise(request, num_new - len(saved))
+        if num_tokens is not None:
+            self.cover(request, num_tokens)
         request.num_reserved = num_reserved
         request.num_computed = len(hits) * self.block_size
         request.num_published = len(hits)
@@ -123,7 +151,7 @@ class CacheManager:
         return True
 
     def slide(self, requests: Iterable[Request]) -> None:
-        """Takes back the blocks that no token sees any more, the farthest first, and hands out as many for what was
+        """Takes back the blocks that no token sees any more, the farthest first, and promises as many for what was
         reserved at admission. To be called between steps, before blocks are asked for."""
         if self._window is None:
             return
@@ -138,17 +166,36 @@ class CacheManager:
                     request.num_shared_blocks -= 1
                 block_ids[index] = HOLE
             request.num_holes += max(0, end - start)
-            wanted = -(-request.num_reserved // self.block_size) - len(block_ids)
-            room = self._most_blocks - (len(block_ids) - request.num_holes)
-            for _ in range(min(wanted, room, self.pool.num_free)):
-                block_ids.append(self._take())
+            num_blocks = len(block_ids) + request.num_promised
+            wanted = -(-request.num_reserved // self.block_size) - num_blocks
+            room = self._most_blocks - (num_blocks - request.num_holes)
+            self._promise(request, max(0, min(wanted, room, self.num_available)))
+
+    def secure(self, request: Request) -> bool:
+        """Sees to it that the request has a block that it can take; returns whether there was one."""
+        if not request.num_promised:
+            if self.num_available < 1:
+                return False
+            self._promise(request, 1)
+        return True
 
     def grow(self, request: Request) -> bool:
-        """Gives one more block; returns whether there was one."""
-        if not self.pool.num_free:
+        """Takes one more block, a promised or an available one; returns whether there was one."""
+        if not self.secure(request):
             return False
+        self._promise(request, -1)
         request.block_ids.append(self._take())
         return True
+
+    def cover(self, request: Request, num_tokens: int) -> int:
+        """Takes what the first `num_tokens` tokens need of the promised blocks; returns how many tokens the blocks
+        cover then."""
+        num_missing = -(-num_tokens // self.block_size) - len(request.block_ids)
+        count = min(num_missing, request.num_promised)
+        if count > 0:
+            self._promise(request, -count)
+            request.block_ids += [self._take() for _ in range(count)]
+        return len(request.block_ids) * self.block_size
 
     def publish(self, request: Request) -> None:
         """Makes the blocks that the last step filled hittable. To be called after that step only."""
@@ -176,11 +223,12 @@ class CacheManager:
             self.host.release(request.arrival)
 
     def free(self, request: Request) -> None:
-        """Gives all blocks back, the last first: the tail of a prefix is evicted before its head."""
+        """Gives all blocks and promises back, the last first: the tail of a prefix is evicted before its head."""
         for block_id in reversed(request.block_ids):
             if block_id != HOLE:
                 self.pool.release(block_id)
         request.block_ids = []
+        self._promise(request, -request.num_promised)
         request.num_holes = 0
         request.num_reserved = 0
         request.num_computed = 0
@@ -190,13 +238,24 @@ class CacheManager:
     def check_integrity(self, requests: Iterable[Request]) -> None:
         """Audits the pool against the tables of all requests. Raises IntegrityError with what is wrong."""
         tables = []
+        num_promised = 0
         for request in requests:
+            num_promised += request.num_promised
             if request.block_ids.count(HOLE) != request.num_holes:
                 raise IntegrityError(f"{request} counts {request.num_holes} holes in {request.block_ids}")
             tables.append([block_id for block_id in request.block_ids if block_id != HOLE])
+        if num_promised != self.num_promised or not 0 <= num_promised <= self.pool.num_free:
+            raise IntegrityError(
+                f"{self.num_promised} blocks are promised, {num_promised} to requests, of {self.pool.num_free} free"
+            )
         self.pool.check_integrity(tables)
         if self.host is not None:
             self.host.check_integrity()
+
+    def _promise(self, request: Request, change: int) -> None:
+        """Promises so many available blocks more to a request, or fewer."""
+        request.num_promised += change
+        self.num_promised += change
 
     def _take(self) -> int:
         """Takes a block, after whatever must be saved of it is ordered."""

@@ -294,6 +294,9 @@ class Engine:
             cached_blocks=counts.cached,
             referenced_blocks=counts.referenced,
             swapping_blocks=counts.swapping,
+            promised_blocks=self._manager.num_promised,
+            num_held_tokens=self._scheduler.num_held_tokens,
+            num_held_slots=counts.referenced * self._manager.block_size,
         )
         return StepOutput(sessions, stats, error)
 

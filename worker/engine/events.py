@@ -69,6 +69,9 @@ class StepStats:
     cached_blocks: int
     referenced_blocks: int
     swapping_blocks: int
+    promised_blocks: int  # of the free ones, those that running requests may take yet
+    num_held_tokens: int  # computed, in referenced blocks
+    num_held_slots: int  # for tokens in referenced blocks
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,7 +29,7 @@ class Memory(Protocol):
         ...
 
     def admit(self, request: Request) -> bool:
-        """Gives a request that fits its blocks; returns whether it got them. It runs from then on."""
+        """Gives or promises a request that fits its blocks; returns whether it did. It runs from then on."""
         ...
 
     def may_overtake(self, request: Request, blocked: Request) -> bool:
@@ -62,7 +62,7 @@ class _Planned:
         self._outputs.observe(request)
 
     def _has_blocks(self, request: Request, num_tokens: int, headroom: int, victims: Sequence[Request]) -> bool:
-        free = self._manager.pool.num_free
+        free = self._manager.num_available
         if victims:
             free += sum(self._manager.num_freed(victim) for victim in victims)
         if self._manager.blocks_for(num_tokens) + headroom <= free:  # even without a hit
@@ -91,7 +91,7 @@ class Reserve(_Planned):
 
 
 class LookAhead(_Planned):
-    """The memory of the known tokens, if the peak that is to be expected fits as well."""
+    """A promise of the memory of the known tokens, if the peak that is to be expected fits as well."""
 
     def __init__(self, manager: CacheManager, config: SchedulerConfig) -> None:
         super().__init__(manager, config)
@@ -145,7 +145,7 @@ class LookAhead(_Planned):
 
     def _count_steps_until_fit(self, request: Request) -> int:
         """In how many steps enough of the running requests should have ended, as if nobody grew or entered."""
-        free = self._manager.pool.num_free
+        free = self._manager.num_available
         needed = self._manager.num_needed(request, request.num_tokens)
         ends = sorted((num_expected(other, self._share), self._manager.num_freed(other)) for other in self._running)
         for steps, freed in ends:
@@ -159,12 +159,13 @@ class LookAhead(_Planned):
             self._forecast = MemoryForecast(map(self._load, self._running))
             # Blocks that nobody took for itself, or whoever did has ended, stay for as long as anybody is there.
             manager = self._manager
-            num_shared = manager.counts.referenced - sum(map(_num_own_blocks, self._running))
+            num_own = sum(map(_num_own_blocks, self._running)) - manager.num_promised  # those that are taken
+            num_shared = manager.counts.referenced - num_own
             self._capacity = (manager.pool.num_usable - max(0, num_shared)) * manager.block_size
         return self._forecast
 
     def _load(self, request: Request) -> tuple[int, int]:
-        """Remaining tokens, and the tokens in the blocks that it took for itself."""
+        """Remaining tokens, and the tokens in the blocks that it took for itself or was promised."""
         held = _num_own_blocks(request) * self._manager.block_size
         return self._bounded(num_expected(request, self._share), held)
 
@@ -183,7 +184,7 @@ class LookAhead(_Planned):
 
 
 def _num_own_blocks(request: Request) -> int:
-    return len(request.block_ids) - request.num_holes - request.num_shared_blocks
+    return len(request.block_ids) - request.num_holes - request.num_shared_blocks + request.num_promised
 
 
 def _max_kv_tokens(request: Request) -> int:

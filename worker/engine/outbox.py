@@ -11,8 +11,9 @@ class Outbox:
     """Collects what each open session is to be told, once per step.
 
     A claim is accounted for from the moment that the numbers contain it: when its request was first admitted, for it
-    holds all the blocks of its known tokens from then on, or when it ended before that. Requests that still wait for
-    their first admission are in no number but `waiting`, so that nobody subtracts them twice.
+    holds the blocks of its known tokens from then on, or their promise, which counts as referenced; or when it ended
+    before that. Requests that still wait for their first admission are in no number but `waiting`, so that nobody
+    subtracts them twice.
     """
 
     def __init__(self) -> None:
@@ -56,7 +57,7 @@ class Outbox:
 
     def collect(self, scheduler: Scheduler, free_slots: int) -> dict[int, SessionOutput]:
         """All news since the last call, with the usage for every session that has not seen these numbers."""
-        counts = scheduler.manager.counts
+        counts = scheduler.manager.counts_with_promises
         running, waiting = len(scheduler.running), len(scheduler.waiting)
         numbers = (counts.empty, counts.cached, counts.referenced, counts.swapping, running, waiting, free_slots)
         if numbers != self._numbers:

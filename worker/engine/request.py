@@ -43,7 +43,8 @@ class Request:
     # Append-only between admission and preemption, but for blocks that left the window: they become 0.
     block_ids: list[int] = field(default_factory=list)
     num_holes: int = 0  # of them, those that are 0
-    num_reserved: int = 0  # tokens that admission promised it blocks for; with a window it gets them by and by
+    num_promised: int = 0  # blocks that are its own to take, and still in the pool
+    num_reserved: int = 0  # tokens that admission covers; with a window, by and by
     slot: int = -1  # row in the executor's state tables while RUNNING, else -1
     admissions: int = 0  # grows at every admission: tells the executor that the slot's row starts anew
     num_preemptions: int = 0

@@ -49,8 +49,9 @@ def _arrival(request: Request) -> int:
 class Scheduler:
     """Owns the waiting and the running requests, their slots and, through the manager, their blocks.
 
-    A request gets the blocks of all its known tokens when it is admitted, so chunks never wait for blocks that others
-    hold. Only a decode that enters a new block can find none; then running requests are preempted until there is one.
+    A request is promised the blocks of all its known tokens when it is admitted, so chunks never wait for blocks that
+    others hold; it takes them as its chunks fill them. Only a decode that enters a new block can find none; then
+    running requests are preempted until there is one.
     Requests are admitted by arrival, a preempted one at the place of its own; a few small ones may overtake one that
     waits for memory.
     """
@@ -77,6 +78,14 @@ class Scheduler:
     def has_requests(self) -> bool:
         """Whether there is anything to schedule."""
         return bool(self.running or self.waiting)
+
+    @property
+    def num_held_tokens(self) -> int:
+        """Token slots of referenced blocks that hold a running request's token; what several share counts once."""
+        unfilled = sum([len(request.block_ids) for request in self.running]) * self.manager.block_size
+        unfilled -= sum([request.num_computed for request in self.running])
+        num_left = sum([len(request.block_ids) - request.num_shared_blocks for request in self._staying])
+        return (self.manager.counts.referenced - num_left) * self.manager.block_size - unfilled
 
     @property
     def num_open_slots(self) -> int:
@@ -115,7 +124,7 @@ class Scheduler:
             rows = [row for row in rows if row.request.state is RequestState.RUNNING]
         unfinished.sort(key=_arrival)
         for request, num_new in self.levels.share(unfinished, self.budget):
-            room = len(request.block_ids) * self.manager.block_size - request.num_computed
+            room = self.manager.cover(request, request.num_computed + num_new) - request.num_computed
             rows.append(BatchRow(request, min(num_new, room)))  # less room than tokens: only behind a window
             if request.started_s is None:
                 request.started_s = now_s
@@ -162,8 +171,10 @@ class Scheduler:
                 raise IntegrityError(f"{state.value} requests are out of order: {arrivals}")
             if any(request.state is not state for request in queue):
                 raise IntegrityError(f"a request among the {state.value} ones is in another state")
-        if any(request.block_ids or request.num_computed or request.slot != -1 for request in waiting):
-            raise IntegrityError("a waiting request has blocks, computed tokens or a slot")
+        if any(request.block_ids or request.num_promised or request.slot != -1 for request in waiting):
+            raise IntegrityError("a waiting request has blocks, promises or a slot")
+        if any(request.num_computed for request in waiting):
+            raise IntegrityError("a waiting request has computed tokens")
         for request in self.running:
             if not 0 <= request.num_computed < request.num_tokens:
                 raise IntegrityError(f"{request.num_computed} of {request.num_tokens} tokens are computed")
@@ -208,7 +219,8 @@ class Scheduler:
         for request in self.running:
             num_tokens = len(request.token_ids)
             if num_tokens - request.num_computed > 1:
-                if request.num_computed == len(request.block_ids) * block_size and not self.manager.grow(request):
+                is_full = request.num_computed == len(request.block_ids) * block_size
+                if is_full and not self.manager.secure(request):  # only behind a window
                     return rows, unfinished, num_kv_tokens, request
                 unfinished.append(request)
                 continue

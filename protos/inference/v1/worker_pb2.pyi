@@ -391,7 +391,7 @@ class BlockUsage(_message.Message):
     cached: _builtins.int
     """blocks, unreferenced but hittable: evictable"""
     referenced: _builtins.int
-    """blocks held by running requests"""
+    """blocks held by running requests, or promised to them"""
     swapping: _builtins.int
     """blocks being copied"""
     running: _builtins.int

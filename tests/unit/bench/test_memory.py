@@ -13,8 +13,8 @@ from worker.engine.modes import MODES
 
 def test_one_request_in_one_block_counts_its_own_slots() -> None:
     usage = run([Work(tuple(range(5)), 3)], MODES["paged"], 8)
-    # After the steps: 6 and 7 tokens are known, 5 and 6 computed, 8 slots taken; after the last nothing is held.
-    assert (usage.known_tokens, usage.computed_tokens, usage.slots) == (6 + 7, 5 + 6, 16)
+    # After the first two steps 5 and 6 tokens are held in 8 slots; after the last nothing is held.
+    assert (usage.held_tokens, usage.slots) == (5 + 6, 16)
     assert (usage.num_steps, usage.num_tokens) == (3, 7)
 
 
@@ -23,14 +23,15 @@ def test_every_mode_serves_a_few_requests(mode: str) -> None:
     work = mixed(3)
     usage = run(work, MODES[mode])
     assert usage.num_tokens >= sum(len(request.prompt) + request.num_output - 1 for request in work)
-    assert 0 < usage.computed_tokens <= usage.known_tokens <= usage.slots
+    assert 0 < usage.held_tokens <= usage.slots
 
 
-def test_paged_blocks_leave_little_unused_and_smaller_ones_less() -> None:
+@pytest.mark.parametrize("mode", ["paged", "full"])
+def test_paged_blocks_leave_little_unused_and_smaller_ones_less(mode: str) -> None:
     work = mixed(24)
-    known = {size: (usage := run(work, MODES["paged"], size)).known_tokens / usage.slots for size in (2, 16, 64)}
-    assert known[16] >= 0.96
-    assert known[2] > known[16] > known[64]
+    held = {size: run(work, MODES[mode], size).utilization for size in (2, 16, 64)}
+    assert held[16] >= 0.96
+    assert held[2] > held[16] > held[64]
 
 
 def test_the_load_that_shows_the_prefix_caches_cost_finds_nothing_in_it() -> None:

@@ -9,6 +9,20 @@ from tests.unit.worker.engine.rig import EngineRig
 from worker.telemetry import observe_step
 
 
+def test_slots_in_blocks_that_hold_a_token_are_shown_and_promised_blocks() -> None:
+    registry = CollectorRegistry()
+    metrics = WorkerMetrics(registry)
+    rig = EngineRig(max_chunk=6, block_size=4)
+    rig.submit("r", [1] * 16, 2)
+    observe_step(metrics, rig.engine.step(), 0.01)
+    assert registry.get_sample_value("tidegate_worker_kv_utilization") == 6 / 8
+    assert registry.get_sample_value("tidegate_worker_promised_blocks") == 2
+    rig.run()
+    observe_step(metrics, rig.engine.step(), 0.01)
+    assert registry.get_sample_value("tidegate_worker_kv_utilization") == 0
+    assert registry.get_sample_value("tidegate_worker_promised_blocks") == 0
+
+
 def test_levels_waits_and_preemptions_are_counted() -> None:
     registry = CollectorRegistry()
     metrics = WorkerMetrics(registry)

@@ -25,7 +25,9 @@ def make_request(token_ids: list[int], salt: str = "") -> Request:
 
 def compute(manager: CacheManager, request: Request, num_tokens: int | None = None) -> None:
     """As a step would, up to so many tokens."""
-    request.num_computed = request.num_tokens if num_tokens is None else num_tokens
+    num_tokens = request.num_tokens if num_tokens is None else num_tokens
+    assert manager.cover(request, num_tokens) >= num_tokens
+    request.num_computed = num_tokens
     manager.publish(request)
 
 
@@ -129,7 +131,7 @@ def test_admission_takes_exactly_the_blocks_needed(num_free: int, fits: bool) ->
     manager = make_manager(num_free)
     request = make_request(list(range(3 * BLOCK_SIZE)))
     assert manager.admit(request) is fits
-    assert manager.pool.num_free == (num_free - 3 if fits else num_free)
+    assert manager.num_available == (num_free - 3 if fits else num_free)
     manager.check_integrity([request])
 
 
@@ -144,11 +146,11 @@ def test_a_hit_on_a_cached_block_counts_against_the_free_blocks() -> None:
     run_once(manager, list(range(8)))
     holder = make_request([50] * 8)
     assert manager.admit(holder)
-    assert manager.pool.num_free == 2
+    assert manager.num_available == 2
     request = make_request([*range(8), *range(90, 95)])  # two hits, both in the free list, and two more blocks
     assert not manager.admit(request)
     assert (request.block_ids, request.num_computed, request.num_published) == ([], 0, 0)
-    assert manager.pool.num_free == 2
+    assert manager.num_available == 2
     manager.check_integrity([holder, request])
     assert hit_tokens(manager, [*range(8), 99][:8]) == BLOCK_SIZE, "the refused admission evicted nothing"
 
@@ -160,6 +162,7 @@ def test_a_hit_is_never_evicted_by_its_own_admission() -> None:
     request = make_request([*range(8), *range(90, 98)])
     assert manager.admit(request)
     assert request.num_computed == 8
+    assert manager.cover(request, 16) == 16
     assert len(set(request.block_ids)) == 4
     manager.check_integrity([request])
 
@@ -172,9 +175,7 @@ def test_a_refusal_leaves_no_stale_hit_when_the_prefix_is_gone_at_the_next_try()
     request = make_request([*range(8), *range(90, 95)])
     assert not manager.admit(request)
     compute(manager, holder)
-    other = make_request([60] * 8)
-    assert manager.admit(other)  # evicts the prefix
-    manager.free(other)
+    run_once(manager, [60] * 8)  # evicts the prefix
     manager.free(holder)
     assert manager.admit(request)
     assert request.num_computed == 0
@@ -183,9 +184,7 @@ def test_a_refusal_leaves_no_stale_hit_when_the_prefix_is_gone_at_the_next_try()
 def test_the_tail_of_a_freed_prefix_is_evicted_before_its_head() -> None:
     manager = make_manager(4)
     run_once(manager, list(range(16)))
-    taker = make_request([50] * 8)
-    assert manager.admit(taker)
-    manager.free(taker)
+    run_once(manager, [50] * 8)
     assert hit_tokens(manager, [*range(8), 99]) == 8
 
 
@@ -194,9 +193,56 @@ def test_growing_fails_without_a_free_block_and_changes_nothing() -> None:
     request = make_request([1, 2, 3, 4])
     assert manager.admit(request)
     assert manager.grow(request)
+    assert manager.grow(request)
     assert not manager.grow(request)
     assert len(request.block_ids) == 2
     manager.check_integrity([request])
+
+
+def test_blocks_are_taken_as_they_are_needed_and_promised_from_the_start() -> None:
+    manager = make_manager(5)
+    request, other = make_request(list(range(18))), make_request([50] * 4)
+    assert manager.admit(request)
+    assert (request.num_promised, manager.num_available, manager.pool.num_free) == (5, 0, 5)
+    assert not manager.admit(other), "free, but promised"
+    assert not manager.secure(other)
+    assert manager.cover(request, 1) == manager.cover(request, BLOCK_SIZE) == BLOCK_SIZE
+    assert manager.cover(request, BLOCK_SIZE + 1) == 2 * BLOCK_SIZE
+    assert (request.num_promised, manager.counts.referenced) == (3, 2)
+    manager.check_integrity([request, other])
+    assert manager.cover(request, 99) == 5 * BLOCK_SIZE, "no more than was promised"
+    manager.free(request)
+    assert (request.num_promised, manager.num_available) == (0, 5)
+    manager.check_integrity([request, other])
+
+
+def test_what_is_covered_at_admission_is_taken_at_once() -> None:
+    manager = make_manager(5, prefix_cache=False)
+    request = make_request(list(range(6)))
+    assert manager.admit(request, num_tokens=17)
+    assert (len(request.block_ids), request.num_promised) == (5, 0)
+    manager.check_integrity([request])
+
+
+def test_a_promised_block_stays_hittable_until_it_is_taken_and_is_not_taken_twice() -> None:
+    manager = make_manager(4)
+    run_once(manager, list(range(8)))
+    request = make_request([50] * 16)
+    assert manager.admit(request)  # all four blocks, of which two hold the cached prefix
+    again = make_request([*range(8), 99])
+    assert not manager.admit(again), "what it would find is promised"
+    assert manager.cover(request, 16) == 16
+    manager.check_integrity([request, again])
+
+
+def test_counts_with_promises_take_the_empty_blocks_first_and_sum_to_the_pool() -> None:
+    manager = make_manager(4)
+    run_once(manager, list(range(8)))
+    request = make_request([50] * 12)
+    assert manager.admit(request)
+    counts = manager.counts_with_promises
+    assert (counts.empty, counts.cached, counts.referenced, counts.total) == (0, 1, 3, 5)
+    assert (manager.counts.empty, manager.counts.cached, manager.counts.referenced) == (2, 2, 0)
 
 
 def test_without_a_prefix_cache_nothing_is_ever_hit() -> None:

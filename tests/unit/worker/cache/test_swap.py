@@ -47,6 +47,7 @@ def push_out(rig: EngineRig, num_blocks: int = 12) -> None:
     tokens = [9] * (num_blocks * BLOCK)
     flood = Request("flood", 1, 1, tokens, len(tokens), sampling, Band.HIGH, "flood", 1 << 30)
     assert rig.manager.admit(flood)
+    assert rig.manager.cover(flood, len(tokens)) == len(tokens)
     rig.manager.free(flood)
 
 
@@ -230,6 +231,7 @@ class SwapMachine(EngineMachine):
     )
     def start(self, **drawn: Any) -> None:
         window = None if drawn["window"] is None else Window(drawn["window"], 2)
+        self.has_window = window is not None
         block_size, num_blocks = drawn["block_size"], drawn["num_blocks"]
         if window is not None:
             num_blocks += window.max_blocks(1, block_size)

@@ -132,7 +132,7 @@ def cache_of(window: Window, token_ids: Sequence[int], *, num_blocks: int = 64) 
     request = make_request(token_ids)
     assert manager.admit(request)
     while request.num_computed < request.num_tokens:
-        room = len(request.block_ids) * BLOCK
+        room = manager.cover(request, request.num_computed + 8)
         request.num_computed = min(request.num_computed + 8, request.num_tokens, room)
         manager.publish(request)
         manager.slide([request])
@@ -205,6 +205,8 @@ def test_another_tenant_finds_nothing() -> None:
 
 class WindowMachine(EngineMachine):
     """The random lives of the engine's test, behind a window."""
+
+    has_window = True
 
     @initialize(
         num_tokens=st.integers(1, 20),

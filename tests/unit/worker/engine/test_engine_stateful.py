@@ -13,6 +13,7 @@ from common.errors import InvalidRequestError, LimitExceededError
 from common.types import Band, FinishReason, Reason
 from tests.support.fake_executor import generate
 from tests.unit.worker.engine.rig import VOCAB_SIZE, EngineRig, Name, reason_of
+from worker.cache.manager import HOLE
 from worker.engine.executor import ExecutionError, SamplingError
 from worker.engine.modes import MODES
 
@@ -26,6 +27,8 @@ STOP_TOKENS = range(0, VOCAB_SIZE, 17)  # about every seventeenth token ends a r
 
 
 class EngineMachine(RuleBasedStateMachine):
+    has_window = False
+
     @initialize(
         num_blocks=st.integers(5, 12),
         block_size=st.integers(1, 5),
@@ -186,6 +189,24 @@ class EngineMachine(RuleBasedStateMachine):
     def books_add_up(self) -> None:
         if hasattr(self, "rig"):
             self.rig.engine.check_integrity()
+
+    @invariant()
+    def whoever_runs_has_blocks_or_their_promise_for_all_its_tokens_but_the_last(self) -> None:
+        if hasattr(self, "rig") and not self.has_window:  # behind a window it gets them by and by
+            for request in self.rig.scheduler.running:
+                num_blocks = len(request.block_ids) + request.num_promised
+                assert num_blocks * self.rig.manager.block_size >= request.num_tokens - 1
+
+    @invariant()
+    def the_books_know_how_many_tokens_are_held(self) -> None:
+        if hasattr(self, "rig") and not self.rig.scheduler._staying:
+            size = self.rig.manager.block_size
+            held: dict[int, int] = {}  # tokens by block; shared ones are full
+            for request in self.rig.scheduler.running:
+                for index, block_id in enumerate(request.block_ids):
+                    if block_id != HOLE:
+                        held[block_id] = min(size, max(0, request.num_computed - index * size))
+            assert self.rig.scheduler.num_held_tokens == sum(held.values())
 
     def teardown(self) -> None:
         if hasattr(self, "rig"):

@@ -54,6 +54,7 @@ def test_evicted_or_kept_the_logits_are_the_same(backend: str, dtype: torch.dtyp
     held = set()
     for count in [5, 5, 5, 4, 1, 1, 1, 3, 5, 5, 5] + [1] * 60:
         manager.slide([sliding])
+        assert manager.cover(sliding, sliding.num_computed + count) >= sliding.num_computed + count
         together = step(runner, (kept, count), (sliding, count))  # logits of the last step only
         held.add(pool.counts.referenced)
     assert together.shape == (2, CONFIG.vocab_size)
