@@ -3,26 +3,21 @@
 from __future__ import annotations
 
 import asyncio
-from collections import deque
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager
 from hashlib import sha1
 from importlib.resources import files
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
-import hiredis
 from redis import exceptions
 from redis.asyncio import ConnectionPool, Redis
-from redis.asyncio.connection import AbstractConnection
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 
-from common.errors import UnavailableError
-from common.types import Reason
+from gateway.store.wire import Argument as Argument
+from gateway.store.wire import Call, Wire, unavailable
 
 T = TypeVar("T")
-Argument = str | int
-_RETRY_AFTER_S = 1.0
 _UNREACHABLE = (
     exceptions.ConnectionError,
     exceptions.TimeoutError,
@@ -34,7 +29,7 @@ _UNREACHABLE = (
 
 
 def connect(url: str, *, max_connections: int, timeout_s: float, block_s: float = 0.0) -> Redis:
-    """A client that sends every command once: a script whose reply was lost may have run, so its caller must decide.
+    """A client for what is no script, and waits in the server. It sends every command once.
 
     Replies are bytes of protocol 2. `timeout_s` bounds connecting, and each reply beyond `block_s`, the time for which
     the caller's commands may block in the server. Nothing is sent before the first command.
@@ -61,13 +56,7 @@ def store_errors() -> Iterator[None]:
     try:
         yield
     except _UNREACHABLE as error:
-        raise _unavailable() from error
-
-
-def _unavailable() -> UnavailableError:
-    return UnavailableError(
-        "the store cannot be reached", reason=Reason.STORE_UNAVAILABLE, retry_after_s=_RETRY_AFTER_S
-    )
+        raise unavailable(error) from error
 
 
 def text(reply: Any) -> str:
@@ -99,131 +88,6 @@ class Script:
         return f"Script({self._name})"
 
 
-class _Call(NamedTuple):
-    """A script that has been sent, or is about to be; `source` in place of its digest if the server did not know it."""
-
-    script: Script
-    arguments: tuple[Argument, ...]  # with the keys, and their number in front
-    reply: asyncio.Future[Any]
-
-    def packed(self, *, in_full: bool) -> bytes:
-        head = ("EVAL", self.script.source) if in_full else ("EVALSHA", self.script.digest)
-        packed: bytes = hiredis.pack_command((*head, *self.arguments))  # type: ignore[arg-type]  # says: one argument
-        return packed
-
-
-class _Wire:
-    """One connection from its making to its end. Replies come in the order of the calls, whoever still waits for them.
-
-    Calls of one turn of the event loop are written together. It ends when a reply, or the connection itself, is not
-    there within the timeout: a server that answers somebody is not out of reach, however many wait.
-    """
-
-    def __init__(self, connection: AbstractConnection, timeout_s: float) -> None:
-        self._connection = connection
-        self._timeout_s = timeout_s
-        self._loop = asyncio.get_running_loop()
-        self._unsent: list[bytes] = []
-        self._calls: deque[_Call] = deque()
-        self._has_unsent = asyncio.Event()
-        self._heard_at = 0.0  # or when the first of the calls came
-        self._timer: asyncio.TimerHandle | None = None
-        self._drained: asyncio.Future[None] | None = None  # somebody waits for the last reply
-        self.is_over = False
-        self._life = self._loop.create_task(self._live())
-
-    def send(self, call: _Call, *, in_full: bool = False) -> None:
-        """Sends a call behind all others."""
-        packed = call.packed(in_full=in_full)
-        if not self._calls:
-            self._heard_at = self._loop.time()
-            if self._timer is None:
-                self._timer = self._loop.call_later(self._timeout_s, self._look)
-        self._calls.append(call)
-        self._unsent.append(packed)
-        self._has_unsent.set()
-
-    async def _live(self) -> None:
-        writing: asyncio.Task[None] | None = None
-        try:
-            await self._connection.connect()  # type: ignore[no-untyped-call]
-            writing = self._loop.create_task(self._write())
-            while True:
-                await self._read()
-        except (exceptions.RedisError, OSError) as error:
-            self._end(error)
-        finally:
-            self._end(exceptions.ConnectionError("the connection was closed"))
-            if writing is not None:
-                writing.cancel()
-                await asyncio.gather(writing, return_exceptions=True)
-            await self._connection.disconnect(nowait=True)
-
-    async def _write(self) -> None:
-        while True:
-            await self._has_unsent.wait()
-            self._has_unsent.clear()
-            unsent, self._unsent = self._unsent, []
-            # A failure closes the connection, which the reader notices.
-            await self._connection.send_packed_command(unsent, check_health=False)
-
-    async def _read(self) -> None:
-        try:
-            reply, error = await self._connection.read_response(disable_decoding=True), None
-        except exceptions.ResponseError as it:
-            reply, error = None, it
-        self._heard_at = self._loop.time()
-        call = self._calls.popleft()
-        if self._drained is not None and not self._calls:
-            self._drained.set_result(None)
-        if isinstance(error, exceptions.NoScriptError):  # it has not run: resending it is safe
-            self.send(call, in_full=True)
-        elif call.reply.done():  # its caller has been cancelled
-            return
-        elif error is None:
-            call.reply.set_result(reply)
-        else:
-            call.reply.set_exception(_translated(error))
-
-    def _look(self) -> None:
-        self._timer = None
-        if not self._calls:
-            return
-        left_s = self._heard_at + self._timeout_s - self._loop.time()
-        if left_s > 0:
-            self._timer = self._loop.call_later(left_s, self._look)
-            return
-        self._end(TimeoutError("the store does not answer"))
-        self._life.cancel()
-
-    def _end(self, error: Exception) -> None:
-        self.is_over = True
-        if self._drained is not None and not self._drained.done():
-            self._drained.set_result(None)
-        calls, self._calls = self._calls, deque()
-        for call in calls:
-            if not call.reply.done():
-                call.reply.set_exception(_translated(error))
-
-    async def close(self) -> None:
-        """Waits for the replies of what was sent, and ends."""
-        if self._calls and not self.is_over:
-            self._drained = self._loop.create_future()
-            await self._drained
-        if self._timer is not None:
-            self._timer.cancel()
-        self._life.cancel()
-        await asyncio.gather(self._life, return_exceptions=True)
-
-
-def _translated(error: Exception) -> Exception:
-    if not isinstance(error, _UNREACHABLE):
-        return error
-    unavailable = _unavailable()
-    unavailable.__cause__ = error
-    return unavailable
-
-
 class Link:
     """Runs a store's scripts. A call that was sent runs to its end even if its caller is cancelled.
 
@@ -235,16 +99,21 @@ class Link:
         """`timeout_s`: for connecting, and for each reply. Raises ValueError if the URL makes no sense."""
         self._timeout_s = timeout_s
         self._pool = _pool(url, 1, timeout_s, None)
-        self._wire: _Wire | None = None
+        self._wire: Wire | None = None
         self._steps: set[asyncio.Task[Any]] = set()
+
+    @property
+    def heard_at(self) -> float:
+        """When the store has answered last, or was asked first after that; the loop's time, 0 if never."""
+        return 0.0 if self._wire is None else self._wire.heard_at
 
     def send(self, script: Script, keys: Sequence[str], arguments: Sequence[Argument]) -> asyncio.Future[Any]:
         """Sends a script now. The reply fails with UnavailableError(STORE_UNAVAILABLE) if the store is out of reach."""
         if self._wire is None or self._wire.is_over:
-            connection = self._pool.make_connection()  # type: ignore[no-untyped-call]
-            self._wire = _Wire(connection, self._timeout_s)
+            address = self._pool.make_connection()  # type: ignore[no-untyped-call]
+            self._wire = Wire(address, self._timeout_s)
         reply = asyncio.get_running_loop().create_future()
-        self._wire.send(_Call(script, (len(keys), *keys, *arguments), reply))
+        self._wire.send(("EVALSHA", script.digest), Call(script.source, (len(keys), *keys, *arguments), reply))
         return reply
 
     def start(self, step: Coroutine[Any, Any, T]) -> asyncio.Task[T]:

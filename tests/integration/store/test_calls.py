@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator
 
 import pytest
+import redis
 from redis.exceptions import ResponseError
 
 from common.errors import UnavailableError
@@ -81,3 +82,26 @@ async def test_after_a_broken_connection_the_next_call_makes_another(tmp_path_fa
                 await link.send(script(ECHO), [], [number])
             server.start()
         await link.close()
+
+
+async def test_a_link_says_who_it_is_and_selects_its_database(tmp_path_factory: pytest.TempPathFactory) -> None:
+    with LocalRedis(tmp_path_factory.mktemp("redis")) as server, redis.Redis.from_url(server.url) as client:
+        client.set("who", "nought")
+        client.select(3)
+        client.set("who", "three")
+        client.config_set("requirepass", "secret")
+        get = script("return redis.call('GET', KEYS[1])")
+        address = server.url.removeprefix("unix://")
+        for url, answer in (
+            (f"unix://:secret@{address}", b"nought"),
+            (f"unix://default:secret@{address}?db=3", b"three"),
+            (f"unix://:wrong@{address}", None),
+            (f"unix://{address}", None),
+        ):
+            link = Link(url, timeout_s=5.0)
+            if answer is None:
+                with pytest.raises(UnavailableError):
+                    await link.send(get, ["who"], [])
+            else:
+                assert await link.send(get, ["who"], []) == answer
+            await link.close()

@@ -1,0 +1,181 @@
+"""One connection to Redis that many callers use at once: what is sent in one turn of the loop is written together."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from typing import Any, NamedTuple, cast
+
+import hiredis
+from redis import exceptions
+from redis.asyncio.connection import AbstractConnection, Connection, SSLConnection, UnixDomainSocketConnection
+
+from common.errors import UnavailableError
+from common.types import Reason
+
+Argument = str | int
+# Errors of the server that say that it, not the call, is at fault.
+_OUT_OF_ORDER = ("LOADING", "READONLY", "OOM", "NOAUTH", "WRONGPASS", "MASTERDOWN", "CLUSTERDOWN", "ERR max number")
+_UNKNOWN_SCRIPT = "NOSCRIPT"
+
+
+_RETRY_AFTER_S = 1.0
+_NOTHING = object()
+
+
+def unavailable(cause: BaseException) -> UnavailableError:
+    """The store is out of reach, or in no state to answer. What was sent may have been done."""
+    message = "the store cannot be reached"
+    error = UnavailableError(message, reason=Reason.STORE_UNAVAILABLE, retry_after_s=_RETRY_AFTER_S)
+    error.__cause__ = cause
+    return error
+
+
+class Call(NamedTuple):
+    """A script that was sent, or is about to be. The reply fails with what `unavailable` makes, or a ResponseError."""
+
+    source: str
+    arguments: tuple[Argument, ...]  # with the keys, and their number in front
+    reply: asyncio.Future[Any]
+
+
+class Wire(asyncio.Protocol):
+    """A connection from its making to its end. Replies come in the order of the calls, whoever still waits for them.
+
+    It ends when a reply, or the connection itself, is not there within the timeout, which begins anew with every reply:
+    a server that answers somebody is not out of reach, however many wait.
+    """
+
+    def __init__(self, address: AbstractConnection, timeout_s: float) -> None:
+        """`address`: a connection that is never opened, which tells where and as whom to connect. Begins to connect."""
+        self._address = address
+        self._timeout_s = timeout_s
+        self._loop = asyncio.get_running_loop()
+        self._transport: asyncio.WriteTransport | None = None
+        self._reader = hiredis.Reader(notEnoughData=_NOTHING, replyError=exceptions.ResponseError)
+        self._unsent: list[bytes] = []
+        self._calls: deque[Call] = deque()
+        self._timer: asyncio.TimerHandle | None = None
+        self._drained: asyncio.Future[None] | None = None  # somebody waits for the last reply
+        self.heard_at = self._loop.time()  # last, or when the first of the calls came
+        self.is_over = False
+        self._greet()
+        self._connecting = self._loop.create_task(self._connect())
+
+    def send(self, command: tuple[Argument, ...], call: Call) -> None:
+        """Sends a command with a call's arguments behind all others; its reply is the call's."""
+        packed: bytes = hiredis.pack_command((*command, *call.arguments))  # type: ignore[arg-type]  # says: one argument
+        if not self._calls:
+            self.heard_at = self._loop.time()
+            if self._timer is None:
+                self._timer = self._loop.call_later(self._timeout_s, self._look)
+        self._calls.append(call)
+        if not self._unsent and self._transport is not None:
+            self._loop.call_soon(self._flush)
+        self._unsent.append(packed)
+
+    def _greet(self) -> None:
+        """What a server has to be told first."""
+        address = self._address
+        name = () if address.username is None else (address.username,)
+        if address.password is not None:
+            self._order(("AUTH", *name, address.password))
+        if address.db:
+            self._order(("SELECT", address.db))
+
+    def _order(self, command: tuple[Argument, ...]) -> None:
+        done = self._loop.create_future()
+        done.add_done_callback(self._obeyed)
+        self.send(command, Call("", (), done))
+
+    def _obeyed(self, done: asyncio.Future[Any]) -> None:
+        error = None if done.cancelled() else done.exception()
+        if error is not None:
+            self._end(error)
+
+    async def _connect(self) -> None:
+        address = self._address
+        try:
+            if isinstance(address, UnixDomainSocketConnection):
+                await self._loop.create_unix_connection(lambda: self, address.path)
+            elif isinstance(address, Connection):
+                tls = address.ssl_context.get() if isinstance(address, SSLConnection) else None
+                await self._loop.create_connection(lambda: self, address.host, address.port, ssl=tls)
+        except (OSError, exceptions.RedisError) as error:
+            self._end(error)
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Writes what has waited for the connection."""
+        self._transport = cast(asyncio.WriteTransport, transport)
+        if self.is_over:
+            self._transport.abort()
+        elif self._unsent:
+            self._flush()
+
+    def _flush(self) -> None:
+        if self._transport is not None and not self.is_over:
+            self._transport.write(b"".join(self._unsent))
+        self._unsent.clear()
+
+    def data_received(self, data: bytes) -> None:
+        """Hands replies to those who wait for them."""
+        if self.is_over:
+            return
+        self._reader.feed(data)
+        self.heard_at = self._loop.time()
+        try:
+            while (reply := self._reader.gets(False)) is not _NOTHING and self._calls:
+                self._answer(self._calls.popleft(), reply)
+        except hiredis.ProtocolError as error:
+            self._end(error)
+        if self._drained is not None and not self._drained.done() and not self._calls:
+            self._drained.set_result(None)
+
+    def _answer(self, call: Call, reply: Any) -> None:
+        if not isinstance(reply, exceptions.ResponseError):
+            if not call.reply.done():  # else its caller was cancelled
+                call.reply.set_result(reply)
+            return
+        message = str(reply)
+        if message.startswith(_UNKNOWN_SCRIPT):  # it has not run: resending it is safe
+            self.send(("EVAL", call.source), call)
+        elif not call.reply.done():
+            call.reply.set_exception(unavailable(reply) if message.startswith(_OUT_OF_ORDER) else reply)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Nobody gets an answer any more."""
+        self._end(exc or ConnectionError("the connection was closed"))
+
+    def _look(self) -> None:
+        self._timer = None
+        if not self._calls:
+            return
+        left_s = self.heard_at + self._timeout_s - self._loop.time()
+        if left_s > 0:
+            self._timer = self._loop.call_later(left_s, self._look)
+        else:
+            self._end(TimeoutError("no answer in time"))
+
+    def _end(self, error: BaseException) -> None:
+        if self.is_over:
+            return
+        self.is_over = True
+        self._connecting.cancel()
+        if self._timer is not None:
+            self._timer.cancel()
+        if self._transport is not None:
+            self._transport.abort()
+        if self._drained is not None and not self._drained.done():
+            self._drained.set_result(None)
+        while self._calls:
+            reply = self._calls.popleft().reply
+            if not reply.done():
+                reply.set_exception(unavailable(error))
+
+    async def close(self) -> None:
+        """Waits for the replies of what was sent, and ends."""
+        if self._calls and not self.is_over:
+            self._drained = self._loop.create_future()
+            await self._drained
+        self._end(ConnectionError("the connection was closed"))
+        await asyncio.gather(self._connecting, return_exceptions=True)
