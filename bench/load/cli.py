@@ -65,7 +65,11 @@ def load(
         list[str] | None, typer.Option(help="A tenant, ID=KEY or ID:SHARE=KEY; may be given more than once.")
     ] = None,
     tenants_file: Annotated[
-        Path | None, typer.Option(help='JSON: {"tenants": [{"id", "api_key", "share"?, "band"?}, ...]}.')
+        Path | None,
+        typer.Option(
+            help='JSON: {"tenants": [{"id", "api_key", "share"?, "band"?}, ...]}; '
+            "with --local without keys, and with weight? and limits?."
+        ),
     ] = None,
     share: Annotated[
         list[str] | None, typer.Option(help="Share of a tenant, ID=SHARE; may be given more than once.")
@@ -242,11 +246,12 @@ def _share(text: str) -> tuple[str, float]:
 
 def _senders(api_key: str, tenants: list[str], file: Path | None, *, is_local: bool) -> tuple[Sender, ...]:
     if is_local:
-        if tenants or file is not None:
+        if tenants:
             raise TenantsError(
-                "--local has tenants of its own: paying, regular and batch; give them shares with --share"
+                "--local makes its tenants: paying, regular and batch, to be given shares with --share; or those of a "
+                "--tenants-file"
             )
-        return ()
+        return load_senders(file, is_local=True) if file is not None else ()
     if file is not None:
         return load_senders(file) + tuple(parse_sender(text) for text in tenants)
     if tenants:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from itertools import pairwise
-from operator import methodcaller
+from math import log
+from operator import itemgetter, methodcaller
 from pathlib import Path
 from statistics import median
 
@@ -37,6 +38,7 @@ METRIC_NAMES = {
 _BLOCK_COLOURS = {"referenced": "#1f77b4", "cached": "#9ecae1", "swapping": "#e08214", "empty": "#eeeeee"}
 _TIMELINE_POINTS = 400
 _GREY = "#555555"
+_PLAIN = FuncFormatter(lambda value, _position: f"{value:,.6g}")
 
 
 def offered_axis(runs: Sequence[Run]) -> str:
@@ -64,7 +66,8 @@ def latency_distribution(run: Run) -> Figure:
     figure, panels = _grid(f"Distribution of latency, {run.point.label}", 2, 2)
     for axes, (name, distribution) in zip(panels, Latencies.of(run.records).items(), strict=True):
         _cumulative(axes, distribution)
-        _finish(axes, METRIC_NAMES[name], "ms", "share of requests" if name != "itl" else "share of gaps")
+        share = "share of gaps" if name == "itl" else "share of requests"
+        _finish(axes, METRIC_NAMES[name], "ms", share, legend="lower right")
         axes.set_ylim(0, 1.02)
     return figure
 
@@ -103,11 +106,10 @@ def throughput_by_concurrency(runs: Sequence[Run]) -> Figure:
         (right, [rate / flight for flight, rate, _ in points]),
     ):
         axes.plot([flight for flight, _, _ in points], values, "o-", color="#1f77b4")
-        for (flight, _, run), value in zip(points, values, strict=True):
-            _label(axes, run, flight, value)
+        _label(axes, [(run, flight, value) for (flight, _, run), value in zip(points, values, strict=True)])
         axes.set_xlim(0, max((flight for flight, _, _ in points), default=1.0) * 1.1)
-    _finish(left, "All requests together", "mean requests in flight", "output tokens/s", has_legend=False)
-    _finish(right, "For each request in flight", "mean requests in flight", "output tokens/s", has_legend=False)
+    _finish(left, "All requests together", "mean requests in flight", "output tokens/s", legend="")
+    _finish(right, "For each request in flight", "mean requests in flight", "output tokens/s", legend="")
     return figure
 
 
@@ -124,8 +126,7 @@ def latency_by_throughput(runs: Sequence[Run]) -> Figure:
             ]
             axes.plot([each[0] for each in points], [each[1] for each in points], "o-", color=colour, label=f"P{q}")
             if q == max(SHOWN_PERCENTILES):
-                for rate, latency, run in points:
-                    _label(axes, run, rate, latency)
+                _label(axes, [(run, rate, latency) for rate, latency, run in points])
         _finish(axes, METRIC_NAMES[name], "output tokens/s reached", "ms", is_log_y=_spans_decades(axes))
         axes.set_xlim(0, axes.dataLim.x1 * 1.1)
     return figure
@@ -137,7 +138,7 @@ def goodput(runs: Sequence[Run], rule: GoodputRule, capacity: float | None, targ
     _line(left, runs, lambda run: run.figure("request_throughput"), "completed", "#9ecae1", width=5)
     _line(left, runs, lambda run: run.figure("request_goodput"), "good", "#2ca02c")
     _line(right, runs, lambda run: _percent(run.figure("slo_attainment")), "good, of all sent", "#2ca02c")
-    _line(right, runs, lambda run: _percent(run.figure("rejection_rate")), "refused", "#e08214")
+    _line(right, runs, lambda run: _percent(run.figure("rejection_rate")), "refused", "#e08214", width=3)
     _line(right, runs, _failed_percent, "failed otherwise", "#c51b3d")
     right.axhline(target * 100, color=_GREY, linestyle="--", linewidth=1, label=f"target {target:.0%}")
     if capacity is not None:
@@ -191,22 +192,31 @@ def timeline(run: Run) -> Figure:
         fill=True,
         color="#8fcf8f",
     )
-    _finish(requests, "Requests", "", "")
-    _finish(blocks, "KV blocks by state", "", "", has_legend=bool(samples))
-    _finish(preemptions, "Preemptions since the start", "", "", has_legend=False)
-    _finish(tokens, "Output tokens received per second", "seconds since the start", "", has_legend=False)
+    _finish(requests, "Requests", "", "requests")
+    _finish(blocks, "KV blocks by state", "", "blocks", legend="upper left")
+    _finish(preemptions, "Preemptions since the start", "", "preemptions", legend="")
+    _finish(tokens, "Output tokens received", "seconds since the start", "tokens/s", legend="")
+    figure.align_ylabels(panels)
     preemptions.yaxis.set_major_locator(MaxNLocator(integer=True))
     preemptions.set_ylim(0, max(1.0, preemptions.get_ylim()[1]))
     tokens.set_xlim(0, end)
     return figure
 
 
-def service(run: Run) -> Figure:
-    """The cumulative service of each tenant: equal shares are parallel lines while all of them wait."""
+def service(run: Run, tenants: Sequence[str]) -> Figure:
+    """The cumulative service of each tenant: equal shares are parallel lines while all of them wait.
+
+    A tenant's colour goes by its place among `tenants`, so that it is the same in all runs.
+    """
     figure, (axes,) = _grid(f"Service by tenant, {run.point.label}", 1, 1, height=4.2)
     times = [run.duration_s * step / _TIMELINE_POINTS for step in range(_TIMELINE_POINTS + 1)]
+    bands = {
+        origin.sender.tenant_id: origin.sender.band for origin in (record.request.origin for record in run.records)
+    }
     for tenant, curve in cumulative_service(run.records, times).items():
-        axes.plot(times, curve, label=tenant)
+        band = bands[tenant]
+        label = tenant if band is None else f"{tenant} ({band.name.lower()})"
+        axes.plot(times, curve, label=label, color=f"C{tenants.index(tenant) % 10}")
     title = f"Tokens served ({PROMPT_WEIGHT} for a prompt token, {OUTPUT_WEIGHT} for an output token)"
     _finish(axes, title, "seconds since the start", "weighted tokens")
     axes.set_xlim(0, run.duration_s)
@@ -241,15 +251,30 @@ def _line(
     axes.plot(offers, [median(by_offer[each]) for each in offers], color=colour, label=label, linewidth=width)
     if offers and offers[-1] > 10 * offers[0]:
         axes.set_xscale("log")
-    axes.set_xticks(offers, [f"{each:.3g}" for each in offers])
+    ticks = _far_apart(offers, is_log=axes.get_xscale() == "log")
+    axes.set_xticks(ticks, [f"{each:.3g}" for each in ticks])
     axes.minorticks_off()
     for each in offers:
         axes.plot([each] * len(by_offer[each]), by_offer[each], "o", color=colour, markersize=4)
 
 
+def _far_apart(ordered: Sequence[float], *, is_log: bool, least: float = 0.08) -> list[float]:
+    """Of these values, the ends and what is not too near to another that was taken, as a share of the axis."""
+    if len(ordered) < 2:
+        return list(ordered)
+    places = [log(each) for each in ordered] if is_log else list(ordered)
+    span = places[-1] - places[0]
+    taken = [0, len(places) - 1]
+    for index in range(1, len(places) - 1):
+        if all(abs(places[index] - places[other]) >= least * span for other in taken):
+            taken.append(index)
+    return [ordered[index] for index in sorted(taken)]
+
+
 def _finish(
-    axes: Axes, title: str, x_label: str, y_label: str, *, has_legend: bool = True, is_log_y: bool = False
+    axes: Axes, title: str, x_label: str, y_label: str, *, legend: str = "best", is_log_y: bool = False
 ) -> None:
+    """What every panel has; `legend` is its place, empty for none."""
     axes.set_title(title, fontsize=10)
     axes.set_xlabel(x_label)
     axes.set_ylabel(y_label)
@@ -262,14 +287,15 @@ def _finish(
         _plain_log_ticks(axes.yaxis)
     else:
         axes.set_ylim(0, max(axes.dataLim.y1, 1e-9) * 1.1)
-    if has_legend and axes.get_legend_handles_labels()[0]:
-        axes.legend(fontsize=8, framealpha=0.85, edgecolor="none")
+        axes.yaxis.set_major_formatter(_PLAIN)
+    if legend and axes.get_legend_handles_labels()[0]:
+        axes.legend(fontsize=8, framealpha=0.85, edgecolor="none", loc=legend)
 
 
 def _plain_log_ticks(axis: XAxis | YAxis) -> None:
     """Numbers as people write them, in place of powers of ten."""
     axis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
-    axis.set_major_formatter(FuncFormatter(lambda value, _position: f"{value:,.6g}"))
+    axis.set_major_formatter(_PLAIN)
     axis.set_minor_formatter(FuncFormatter(lambda _value, _position: ""))
 
 
@@ -278,10 +304,16 @@ def _spans_decades(axes: Axes) -> bool:
     return bool(axes.dataLim.y1 > 30 * axes.dataLim.minposy)
 
 
-def _label(axes: Axes, run: Run, x: float, y: float) -> None:
-    """Writes what was offered beside a run's point."""
+def _label(axes: Axes, points: Iterable[tuple[Run, float, float]]) -> None:
+    """Writes what was offered beside the points of runs, where there is room."""
     box = {"boxstyle": "round,pad=0.1", "facecolor": "white", "edgecolor": "none", "alpha": 0.7}
-    axes.annotate(_short(run), (x, y), textcoords="offset points", xytext=(5, 6), fontsize=8, color=_GREY, bbox=box)
+    ordered = sorted(points, key=itemgetter(1))
+    shown = _far_apart([x for _, x, _ in ordered], is_log=False)
+    for run, x, y in ordered:
+        if x in shown:
+            shown.remove(x)
+            place = {"textcoords": "offset points", "xytext": (5, 6)}
+            axes.annotate(_short(run), (x, y), fontsize=8, color=_GREY, bbox=box, **place)
 
 
 def _say(axes: Axes, text: str) -> None:

@@ -89,13 +89,14 @@ def _draw(
             sweep.append(plots.save(plots.goodput(runs, setup.rule, capacity, target), folder / "goodput.png"))
         sweep.append(plots.save(plots.throughput_by_concurrency(answered), folder / "throughput.png"))
         drawn["All runs"] = sweep
+    tenants = [str(tenant["id"]) for tenant in setup.tenants]
     for index, run in enumerate(runs):
         name = file_name(index, run)
         if run.records:
             drawn[f"Run {index + 1}: {run.point.label}"] = [
                 plots.save(plots.latency_distribution(run), folder / f"{name}-latency.png"),
                 plots.save(plots.timeline(run), folder / f"{name}-timeline.png"),
-                plots.save(plots.service(run), folder / f"{name}-service.png"),
+                plots.save(plots.service(run, tenants), folder / f"{name}-service.png"),
             ]
     return drawn
 

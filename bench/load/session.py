@@ -23,7 +23,7 @@ from bench.load.results import Setup
 from bench.load.scrape import Endpoints
 from bench.load.shapes import Caps, Fitted, fit
 from bench.load.target import Gateway
-from bench.load.tenants import Sender, TenantsError, describe
+from bench.load.tenants import Sender, TenantsError, describe, local_tenants
 from bench.traces import Trace
 from client import Model
 from common.clock import Clock
@@ -77,12 +77,14 @@ async def measure(options: Options, console: Console, clock: Clock) -> bool:
     if not options.is_local:
         return await _measure(options, console, clock)
     console.print("Starting a private deployment")
-    stack_options = StackOptions(options.output / "deployment")  # its logs stay beside the results
+    # Its logs stay beside the results.
+    stack_options = StackOptions(options.output / "deployment", tenants=local_tenants(options.senders))
     async with Stack(stack_options, lambda text: console.print(f"... {text}", highlight=False, markup=False)) as stack:
         local = replace(
             options,
             address=stack.gateway_address,
-            senders=tuple(
+            senders=options.senders
+            or tuple(
                 Sender(tenant.tenant_id, tenant.api_key, band=Band[tenant.band.upper()]) for tenant in stack.tenants
             ),
             endpoints=Endpoints((stack.worker_metrics,), (stack.gateway_metrics,)),

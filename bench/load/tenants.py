@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+import secrets
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from common.types import Band
+from launcher.tenants import LocalTenant
+
+_TERMS = ("weight", "limits")
 
 
 class TenantsError(ValueError):
@@ -23,16 +27,18 @@ class Sender:
     api_key: str
     share: float = 1.0
     band: Band | None = None  # the tenant's own, if known
+    terms: Mapping[str, object] = field(default_factory=dict, compare=False)  # weight, limits; of a local deployment
 
     def __repr__(self) -> str:
         return f"Sender({self.tenant_id}, share={self.share}, band={self.band})"  # keys stay out of logs
 
 
-def load_senders(path: Path) -> tuple[Sender, ...]:
+def load_senders(path: Path, *, is_local: bool = False) -> tuple[Sender, ...]:
     """Reads `{"tenants": [{"id": "acme", "api_key": "...", "share": 2, "band": "high"}, ...]}`.
 
     share (default 1) and band may be left out; the band is only a name for tables, the gateway goes by the key.
-    Raises TenantsError.
+    For a local deployment the file makes the tenants: keys are made anew, `band` (default normal) is theirs, and
+    `weight` and `limits` may be given as in a gateway's tenants file. Raises TenantsError.
     """
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
@@ -41,11 +47,32 @@ def load_senders(path: Path) -> tuple[Sender, ...]:
     entries = content.get("tenants") if isinstance(content, dict) else None
     if not isinstance(entries, list) or not entries:
         raise TenantsError(f'{path}: must be an object with a list "tenants" that is not empty')
-    return tuple(_sender(path, number, entry) for number, entry in enumerate(entries, start=1))
+    make = _local_sender if is_local else _sender
+    return tuple(make(f"{path}: entry {number}", entry) for number, entry in enumerate(entries, start=1))
 
 
-def _sender(path: Path, number: int, entry: object) -> Sender:
-    where = f"{path}: entry {number}"
+def local_tenants(senders: Iterable[Sender]) -> tuple[LocalTenant, ...]:
+    """The tenants of a deployment that is started for these senders."""
+    return tuple(
+        LocalTenant(each.tenant_id, (each.band or Band.NORMAL).name.lower(), each.api_key, each.terms)
+        for each in senders
+    )
+
+
+def _local_sender(where: str, entry: object) -> Sender:
+    known = {"id", "share", "band", *_TERMS}
+    if not isinstance(entry, dict) or not {"id"} <= set(entry) <= known:
+        raise TenantsError(f"{where}: must have id, may have share, band, weight and limits")
+    sender = _sender(where, {name: value for name, value in entry.items() if name not in _TERMS} | {"api_key": ""})
+    return replace(
+        sender,
+        api_key=secrets.token_urlsafe(18),
+        band=sender.band or Band.NORMAL,
+        terms={name: entry[name] for name in _TERMS if name in entry},
+    )
+
+
+def _sender(where: str, entry: object) -> Sender:
     known = {"id", "api_key", "share", "band"}
     if not isinstance(entry, dict) or not {"id", "api_key"} <= set(entry) <= known:
         raise TenantsError(f"{where}: must have id and api_key, may have share and band")
@@ -134,6 +161,6 @@ def assign(
 def describe(senders: Iterable[Sender]) -> list[dict[str, object]]:
     """The tenants without their keys."""
     return [
-        {"id": each.tenant_id, "share": each.share, "band": each.band.name.lower() if each.band else None}
+        {"id": each.tenant_id, "share": each.share, "band": each.band.name.lower() if each.band else None, **each.terms}
         for each in senders
     ]

@@ -42,7 +42,7 @@ def ended_badly(
 
 
 RULE = GoodputRule(ttft_ms=1000)
-SETUP = Setup("model <1>", {"name": "mixed"}, {"arrivals": "poisson"}, [{"id": "acme"}], RULE)
+SETUP = Setup("model <1>", {"name": "mixed"}, {"arrivals": "poisson"}, [{"id": "acme"}, {"id": "bulk"}], RULE)
 
 
 def run_of(point: Point, records: list[Record], *, num_planned: int | None = None) -> Run:

@@ -30,7 +30,7 @@ def say(*arguments: str) -> tuple[int, str]:
         (["--api-key", "k", "--arrivals", "trace"], "no arrivals of its own"),
         (["--api-key", "k", "--find-capacity", "--concurrency", "2"], "begins at one --rate"),
         (["--api-key", "k", "--bands", "top"], "not a band"),
-        (["--local", "--tenant", "a=k"], "tenants of its own"),
+        (["--local", "--tenant", "a=k"], "--local makes its tenants"),
         (["--api-key", "k", "--share", "a"], "ID=SHARE"),
         (["--tenants-file", "gone.json"], "gone.json"),
     ],

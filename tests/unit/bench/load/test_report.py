@@ -40,7 +40,18 @@ def test_a_run_has_the_keys_of_vllm_and_is_json() -> None:
     assert set(document) >= VLLM_KEYS
     assert json.loads(json.dumps(document, allow_nan=False))["request_rate"] == 2.0
     assert run_document(run_of(Point(), []), setup, is_detailed=False)["request_rate"] == "inf"
-    columns = ("input_lens", "output_lens", "ttfts", "e2els", "scheduled", "sent", "statuses", "kinds", "itls")
+    columns = (
+        "input_lens",
+        "output_lens",
+        "ttfts",
+        "latencies",
+        "errors",
+        "scheduled",
+        "sent",
+        "statuses",
+        "kinds",
+        "itls",
+    )
     assert {len(document[name]) for name in columns} == {10}  # type: ignore[arg-type]
     assert document["statuses"][-1] == "RESOURCE_EXHAUSTED/QUEUE_FULL"  # type: ignore[index]
 

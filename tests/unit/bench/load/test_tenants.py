@@ -16,10 +16,14 @@ from bench.load.tenants import (
     assign,
     describe,
     load_senders,
+    local_tenants,
     parse_bands,
     parse_sender,
 )
 from common.types import Band
+from gateway.admission.limits import TenantLimits
+from gateway.tenants import load_tenants
+from launcher.tenants import write_tenants_file
 
 
 def test_requests_are_shared_out_by_tenant_and_band() -> None:
@@ -51,6 +55,28 @@ def test_a_file_of_tenants(tmp_path: Path) -> None:
     senders = load_senders(path)
     assert senders == (Sender("a", "ka", 2.0, Band.LOW), Sender("b", "kb"))
     assert "ka" not in repr(senders) + json.dumps(describe(senders))
+
+
+def test_a_file_makes_the_tenants_of_a_local_deployment(tmp_path: Path) -> None:
+    path = tmp_path / "t.json"
+    limits = {"requests_per_minute": 30}
+    paid = {"id": "paid", "share": 2, "band": "high", "weight": 3, "limits": limits}
+    path.write_text(json.dumps({"tenants": [paid, {"id": "free"}]}))
+    senders = load_senders(path, is_local=True)
+    assert [(each.tenant_id, each.share, each.band) for each in senders] == [
+        ("paid", 2.0, Band.HIGH),
+        ("free", 1.0, Band.NORMAL),
+    ]
+    told = tmp_path / "gateway.json"
+    write_tenants_file(local_tenants(senders), told)
+    tenants = load_tenants(told)
+    found = tenants.authenticate(senders[0].api_key)
+    assert (found.tenant_id, found.band, found.weight) == ("paid", Band.HIGH, 3)
+    assert found.limits == TenantLimits(requests_per_minute=30)
+    assert tenants.authenticate(senders[1].api_key).band is Band.NORMAL
+    path.write_text('{"tenants": [{"id": "a", "api_key": "k"}]}')
+    with pytest.raises(TenantsError, match="must have id"):
+        load_senders(path, is_local=True)
 
 
 @pytest.mark.parametrize(
