@@ -8,6 +8,7 @@ from math import log
 from operator import itemgetter, methodcaller
 from pathlib import Path
 from statistics import median
+from typing import Literal
 
 from matplotlib.axes import Axes
 from matplotlib.axis import XAxis, YAxis
@@ -38,6 +39,8 @@ METRIC_NAMES = {
 _BLOCK_COLOURS = {"referenced": "#1f77b4", "cached": "#9ecae1", "swapping": "#e08214", "empty": "#eeeeee"}
 _TIMELINE_POINTS = 400
 _GREY = "#555555"
+Place = Literal["best", "lower right", "upper left", ""]
+"""Of a legend; empty: none."""
 _PLAIN = FuncFormatter(lambda value, _position: f"{value:,.6g}")
 
 
@@ -272,9 +275,8 @@ def _far_apart(ordered: Sequence[float], *, is_log: bool, least: float = 0.08) -
 
 
 def _finish(
-    axes: Axes, title: str, x_label: str, y_label: str, *, legend: str = "best", is_log_y: bool = False
+    axes: Axes, title: str, x_label: str, y_label: str, *, legend: Place = "best", is_log_y: bool = False
 ) -> None:
-    """What every panel has; `legend` is its place, empty for none."""
     axes.set_title(title, fontsize=10)
     axes.set_xlabel(x_label)
     axes.set_ylabel(y_label)
@@ -312,8 +314,9 @@ def _label(axes: Axes, points: Iterable[tuple[Run, float, float]]) -> None:
     for run, x, y in ordered:
         if x in shown:
             shown.remove(x)
-            place = {"textcoords": "offset points", "xytext": (5, 6)}
-            axes.annotate(_short(run), (x, y), fontsize=8, color=_GREY, bbox=box, **place)
+            axes.annotate(
+                _short(run), (x, y), textcoords="offset points", xytext=(5, 6), fontsize=8, color=_GREY, bbox=box
+            )
 
 
 def _say(axes: Axes, text: str) -> None:
