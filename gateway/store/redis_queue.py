@@ -95,34 +95,31 @@ class RedisQueue:
 
     async def enqueue(self, entry: QueueEntry, *, max_length: int, max_of_tenant: int | None = None) -> None:
         """Adds a request at the end of its flow. See `Queue.enqueue`; the caller must not finish a duplicate."""
-        task = self._link.start(self._enqueue(entry, max_length, max_of_tenant))
+        if entry.request_id in self._doubtful:  # an earlier try of it may have reached the store
+            self._doubtful.discard(entry.request_id)
+            await self._finish(entry.request_id, "")
+        reply = self._send_for(
+            entry.request_id,
+            "enqueue",
+            entry.request_id,
+            entry.owner,
+            entry.model,
+            int(entry.band),
+            entry.tenant,
+            entry.weight,
+            entry.num_input_tokens,
+            entry.num_tokens_needed,
+            max_length,
+            _NO_LIMIT if max_of_tenant is None else max_of_tenant,
+            microseconds(self._settings.owner_ttl_s),
+            entry.attempt,
+            int(entry.is_resumed),
+            _cached_blocks(entry),
+        )
         try:
-            await asyncio.shield(task)
+            arrival: int = await asyncio.shield(reply)
         except asyncio.CancelledError:
-            self._link.start(self._withdraw(task, entry.request_id))
-            raise
-
-    async def _enqueue(self, entry: QueueEntry, max_length: int, max_of_tenant: int | None) -> int:
-        try:
-            arrival: int = await self._run(
-                "enqueue",
-                entry.request_id,
-                entry.owner,
-                entry.model,
-                int(entry.band),
-                entry.tenant,
-                entry.weight,
-                entry.num_input_tokens,
-                entry.num_tokens_needed,
-                max_length,
-                _NO_LIMIT if max_of_tenant is None else max_of_tenant,
-                microseconds(self._settings.owner_ttl_s),
-                entry.attempt,
-                int(entry.is_resumed),
-                _cached_blocks(entry),
-            )
-        except UnavailableError:
-            self._doubtful.add(entry.request_id)
+            self._link.start(self._withdraw(reply, entry.request_id))
             raise
         if arrival == _ALREADY_LIVE:
             raise DuplicateRequestError("a request with this id is being served")
@@ -133,12 +130,11 @@ class RedisQueue:
             raise LimitExceededError(message, quotas=[QuotaViolation(f"tenant:{entry.tenant}", message)])
         self._live.add(entry.request_id)
         self._doubtful.discard(entry.request_id)
-        return arrival
 
-    async def _withdraw(self, enqueueing: asyncio.Task[int], request_id: str) -> None:
+    async def _withdraw(self, enqueueing: asyncio.Future[Any], request_id: str) -> None:
         """Undoes an enqueue whose caller was cancelled, and no later one of the same id."""
         await asyncio.wait([enqueueing])
-        if enqueueing.exception() is None:
+        if enqueueing.exception() is None and enqueueing.result() >= 0:
             await self._finish(request_id, str(enqueueing.result()))
 
     async def dispatch(self, reports: Sequence[WorkerReport] = ()) -> list[Claim]:
@@ -181,15 +177,12 @@ class RedisQueue:
 
     async def finish(self, request_id: str) -> bool:
         """Removes every trace of a request of this gateway. See `Queue.finish`."""
-        return await asyncio.shield(self._link.start(self._finish(request_id, "")))
+        return await self._finish(request_id, "")
 
     async def _finish(self, request_id: str, arrival: str) -> bool:
         self._live.discard(request_id)
-        try:
-            return bool(await self._run("finish", request_id, self._gateway_id, arrival))
-        except UnavailableError:
-            self._doubtful.add(request_id)
-            raise
+        reply = self._send_for(request_id, "finish", request_id, self._gateway_id, arrival)
+        return bool(await asyncio.shield(reply))
 
     async def owner_of(self, request_id: str) -> str | None:
         """The gateway that holds the request's stream, or None."""
@@ -261,7 +254,21 @@ class RedisQueue:
             await self._link.close()
 
     async def _run(self, name: str, *arguments: Argument) -> Any:
-        return await self._link.send(self._scripts[name], self._pool_keys, (self._keys.prefix, *arguments))
+        return await self._send(name, *arguments)
+
+    def _send(self, name: str, *arguments: Argument) -> asyncio.Future[Any]:
+        return self._link.send(self._scripts[name], self._pool_keys, (self._keys.prefix, *arguments))
+
+    def _send_for(self, request_id: str, name: str, *arguments: Argument) -> asyncio.Future[Any]:
+        """Sends what changes a request; without an answer, be there still a caller or not, it is in doubt."""
+
+        def note(reply: asyncio.Future[Any]) -> None:
+            if not reply.cancelled() and isinstance(reply.exception(), UnavailableError):
+                self._doubtful.add(request_id)
+
+        reply = self._send(name, *arguments)
+        reply.add_done_callback(note)
+        return reply
 
 
 def _cached_blocks(entry: QueueEntry) -> str:
