@@ -70,6 +70,7 @@ class _Running:
     request_id: str
     attempt: int
     left: int
+    is_paused: bool = False
 
 
 class _Session:
@@ -116,6 +117,8 @@ class NullEngine:
         output_token_ids: Sequence[int],
         band: Band,
         cache_salt: str,
+        timeout_s: float | None,
+        may_hand_back: bool,
     ) -> None:
         """Gives the first token at once, with those of others that came in the same turn of the loop."""
         session = self._sessions[session_id]
@@ -136,6 +139,13 @@ class NullEngine:
             if batch.pop((request_id, attempt), None) is not None:
                 self._stop(number)
         self._tell(session_id, [])
+
+    def set_paused(self, session_id: int, request_id: str, attempt: int, is_paused: bool) -> None:
+        """Leaves a request out of the steps, or takes it in again."""
+        self._flush()
+        for batch in self._sessions[session_id].batches:
+            if (request_id, attempt) in batch:
+                batch[request_id, attempt].is_paused = is_paused
 
     def abort_session(self, session_id: int) -> None:
         """Forgets a session with all its requests."""
@@ -160,7 +170,7 @@ class NullEngine:
 
     def _step(self, number: int) -> None:
         for session_id, session in self._sessions.items():
-            running = list(session.batches[number].values())
+            running = [each for each in session.batches[number].values() if not each.is_paused]
             if running:
                 outputs = [self._next(session, each, number) for each in running]
                 self._tell(session_id, outputs)

@@ -93,7 +93,11 @@ class GatewayApp:
             clock,
             drain_rate,
             DispatcherSettings(
-                self.gateway_id, settings.max_attempts, settings.credit_output_tokens, settings.heartbeat_ttl_s
+                self.gateway_id,
+                settings.max_attempts,
+                settings.credit_output_tokens,
+                settings.heartbeat_ttl_s,
+                settings.max_unread_tokens,
             ),
         )
         self._housekeeper = Housekeeper(

@@ -90,6 +90,9 @@ class GatewaySettings(Settings):
     ledger_max_records: int = Field(
         100_000, ge=1, description="ended requests whose usage is kept in the store; the oldest go first"
     )
+    max_unread_tokens: int = Field(
+        256, ge=1, description="tokens that a client may leave unread until the worker pauses its request"
+    )
     slow_consumer_s: float = Field(
         60.0, gt=0, description="seconds a client may leave its stream unread, then SLOW_CONSUMER"
     )

@@ -11,6 +11,7 @@ import structlog
 
 from common.clock import Clock
 from common.errors import (
+    DeadlineExceededError,
     DuplicateRequestError,
     InternalError,
     InvalidRequestError,
@@ -37,6 +38,8 @@ _log = structlog.get_logger(__name__)
 
 _NO_LIMIT = 2**53  # of what was accepted once
 _INBOX_WAIT_S = 1.0
+_MAX_HAND_BACKS = 3
+"""How often workers may hand a request back; after that the one that has it keeps it."""
 _FIRST_BACKOFF_S = 0.05
 _MAX_BACKOFF_S = 1.0
 
@@ -62,6 +65,7 @@ class DispatcherSettings:
     max_attempts: int  # workers that a request may lose
     credit_output_tokens: int  # for which a claim reserves blocks
     reach_ttl_s: float  # how long the queue is to remember which workers are reached
+    max_unread_tokens: int  # of a stream; from there on its worker pauses
 
 
 class Dispatcher:
@@ -145,6 +149,13 @@ class Dispatcher:
             if session is not None:
                 session.abort(live.fleet_id, claim.attempt)
 
+    def set_paused(self, live: LiveRequest, is_paused: bool) -> None:
+        """Tells the worker, if one has the request, to compute nothing more for it for now, or to go on."""
+        live.is_paused = is_paused
+        session = None if live.claim is None else self._fleet.session(live.claim.worker_id, live.claim.worker_epoch)
+        if session is not None and live.claim is not None:
+            session.set_paused(live.fleet_id, live.claim.attempt, is_paused)
+
     async def cancel(self, fleet_id: str) -> None:
         """Ends a live request, here or at the gateway that holds it. Raises NotFoundError if there is none."""
         if not self._cancel_here(fleet_id) and not await self._queue.send_cancel(fleet_id):
@@ -196,11 +207,14 @@ class Dispatcher:
             self._return_to_queue(live, claim, Place.SAME, "no_session")
             return
         try:
-            session.submit(live.submission(claim.attempt))
+            session.submit(live.submission(claim.attempt, now, may_hand_back=self._may_hand_back(live)))
         except UnavailableError:
             self._return_to_queue(live, claim, Place.SAME, "no_session")
             return
         live.belief = self._prefixes.note(claim.worker_id, claim.worker_epoch, live.prefix)
+
+    def _may_hand_back(self, live: LiveRequest) -> bool:
+        return live.num_hand_backs < _MAX_HAND_BACKS and self._fleet.num_ready(live.request.model.limits.model) > 1
 
     async def _finish_unknown(self, fleet_id: str) -> None:
         try:
@@ -285,6 +299,8 @@ class Dispatcher:
             self._metrics.of_band(live.request.band).itl.observe(now - live.last_token_at)
         self.output_meter.add(live.flow, len(event.token_ids))
         live.receive(event, now)
+        if not live.is_paused and live.mailbox.num_unread_tokens >= self._settings.max_unread_tokens:
+            self.set_paused(live, True)
 
     def _learn_prefix(self, live: LiveRequest, event: TokensEvent) -> None:
         """With its first tokens a worker says what it found cached, and with the last ones it has all of them."""
@@ -312,6 +328,13 @@ class Dispatcher:
             return
         live.claim = None
         live.end(failed(_rejection(event)))
+
+    def on_handed_back(self, worker_id: str, request_id: str, attempt: int) -> None:
+        """Lets a long request that found no memory wait behind fresh work, for whichever worker has some."""
+        live = self._live.get(request_id)
+        if live is not None and live.is_running_on(worker_id, attempt) and live.claim is not None:
+            live.num_hand_backs += 1
+            self._return_to_queue(live, live.claim, Place.LAST, "handed_back")
 
     def on_usage(self, worker_id: str, usage: BlockUsage) -> None:
         """Passes a worker's numbers on to the queue."""
@@ -413,6 +436,8 @@ class Dispatcher:
 
 
 def _rejection(event: RejectedEvent) -> TidegateError:
+    if event.reason is Reason.DEADLINE:
+        return DeadlineExceededError(event.message)
     if event.reason in _INVALID_REASONS:
         return InvalidRequestError(event.message, reason=event.reason)
     _log.error("worker_rejected", request_id=event.request_id, reason=event.reason.name, message=event.message)

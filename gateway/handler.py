@@ -152,6 +152,7 @@ class Handler:
         self, receive: Callable[[], Awaitable[_Received]], deadline: float | None
     ) -> AsyncGenerator[Event, None]:
         live, answer, deltas, outcome = await self._counting_refusals(receive)
+        live.deadline = deadline
         alarm = self._set_alarm(live, deadline)
         try:
             if outcome is None:
@@ -163,6 +164,8 @@ class Handler:
                 yield delta
             while outcome is None:
                 deltas, outcome = answer.take(await live.mailbox.take())
+                if live.is_paused:
+                    self._dispatcher.set_paused(live, False)
                 if outcome is not None:
                     self._end(live, outcome)  # decided before it is told: a client may leave right after it
                 for delta in deltas:

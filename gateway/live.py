@@ -68,6 +68,9 @@ class LiveRequest:
         self.pen: Pen | None = None  # of the journal, if it is resumable
         self.is_forgotten = asyncio.Event()  # ended, and its id is free here
         self.num_losses = 0
+        self.num_hand_backs = 0  # by workers short of memory
+        self.deadline: float | None = None  # when its client gives up, in monotonic seconds
+        self.is_paused = False  # at its worker, until its client has read more
         self.record_id = ""  # in the ledger, once it is accepted
         self._heard_attempt = 0  # the latest that has made a token
         self.num_refusals = 0  # in a row, by workers without room
@@ -130,7 +133,7 @@ class LiveRequest:
         tokens = (*self.request.prompt_token_ids, *self.output_token_ids)
         self.prefix = Prefix(tokens, self.request.tenant.cache_salt)
 
-    def submission(self, attempt: int) -> Submission:
+    def submission(self, attempt: int, now: float, *, may_hand_back: bool) -> Submission:
         """The next attempt, which goes on after the tokens received so far."""
         return Submission(
             request_id=self.fleet_id,
@@ -140,6 +143,8 @@ class LiveRequest:
             sampling=self.request.sampling,
             band=self.request.band,
             cache_salt=self.request.tenant.cache_salt,
+            timeout_s=0.0 if self.deadline is None else max(self.deadline - now, 0.001),
+            may_hand_back=may_hand_back,
         )
 
     def go_on_after(self, token_ids: Sequence[int], pen: Pen) -> None:
@@ -161,6 +166,7 @@ class LiveRequest:
             self.lifecycle.advance(RequestState.QUEUED)
         self.lifecycle.advance(RequestState.DISPATCHED)
         self.claim = claim
+        self.is_paused = False
         self.last_attempt = claim.attempt
         self.num_attempts += 1
         if self.taken_at is None:

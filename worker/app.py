@@ -225,6 +225,7 @@ def load_engine(
         step_budget_s=settings.step_budget_ms / 1000,
         first_chunk_s=settings.first_chunk_ms / 1000,
         long_after_steps=settings.long_after_steps,
+        hand_back_s=settings.hand_back_s,
         gather_s=settings.gather_ms / 1000,
     )
     scheduler = Scheduler(manager, bounds, mode)

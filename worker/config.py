@@ -61,6 +61,11 @@ class WorkerSettings(Settings):
     long_after_steps: int = Field(
         128, ge=1, description="decode steps without a break after which a request yields to new ones, mode full"
     )
+    hand_back_s: float = Field(
+        5.0,
+        ge=0,
+        description="seconds a preempted long request waits for memory until another worker may have it, mode full",
+    )
     gather_ms: float = Field(50.0, ge=0, description="how long the first of a batch waits for others, mode client")
     context_limit: int = Field(
         0, ge=0, description="tokens of prompt and output together; 0: what the model was trained for"

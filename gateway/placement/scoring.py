@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from common.types import ModelLimits
 
-MAX_BLOCKS = 512
+MAX_BLOCKS = 2048
 """Leading blocks of a prompt that are looked at: naming more takes time, and little is shared so far behind."""
 
 

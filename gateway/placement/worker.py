@@ -39,6 +39,8 @@ class Submission:
     sampling: SamplingParams
     band: Band
     cache_salt: str
+    timeout_s: float = 0.0  # until its client gives up; 0: it has set no bound
+    may_hand_back: bool = False  # if it is long and finds no memory there any more
 
 
 class TokensEvent(NamedTuple):
@@ -75,6 +77,10 @@ class SessionListener(Protocol):
 
     def on_rejected(self, worker_id: str, event: RejectedEvent) -> None:
         """A submission was not taken."""
+        ...
+
+    def on_handed_back(self, worker_id: str, request_id: str, attempt: int) -> None:
+        """A long request finds no memory there any more, and is to go on elsewhere."""
         ...
 
     def on_usage(self, worker_id: str, usage: BlockUsage) -> None:
@@ -129,4 +135,8 @@ class WorkerSession(Protocol):
 
     def abort(self, request_id: str, attempt: int) -> None:
         """Tells the worker to stop it; nothing if the session is over. Events already on the way may still come."""
+        ...
+
+    def set_paused(self, request_id: str, attempt: int, is_paused: bool) -> None:
+        """Tells the worker to compute nothing more for it, or to go on; nothing if it is not there any more."""
         ...

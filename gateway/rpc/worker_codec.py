@@ -33,6 +33,8 @@ def encode_submit(submission: Submission, wire_id: str) -> worker_pb2.SessionCom
         sampling=_encode_sampling(submission.sampling),
         band=types_pb2.Band.ValueType(submission.band),
         cache_salt=submission.cache_salt,
+        timeout_s=submission.timeout_s,
+        may_hand_back=submission.may_hand_back,
     )
     return worker_pb2.SessionCommand(submit=submit)
 

@@ -122,6 +122,17 @@ class GrpcWorkerSession:
             abort = worker_pb2.Abort(request_id=wire_id, attempt=attempt)
             self._commands.put_nowait(worker_pb2.SessionCommand(abort=abort))
 
+    def set_paused(self, request_id: str, attempt: int, is_paused: bool) -> None:
+        """Tells the worker to compute nothing more for it, or to go on."""
+        wire_id, current_attempt = self._current.get(request_id, ("", 0))
+        if current_attempt != attempt:
+            return
+        if is_paused:
+            command = worker_pb2.SessionCommand(pause=worker_pb2.Pause(request_id=wire_id, attempt=attempt))
+        else:
+            command = worker_pb2.SessionCommand(resume=worker_pb2.Resume(request_id=wire_id, attempt=attempt))
+        self._commands.put_nowait(command)
+
     def drain(self) -> None:
         """The worker takes no new requests: it says so, or is said to."""
         if self._state is WorkerState.READY:
@@ -204,6 +215,11 @@ class GrpcWorkerSession:
                 self._on_step(event.step)
             case "rejected":
                 self._on_rejected(event.rejected)
+            case "handed_back":
+                request_id = self._request_id(event.handed_back.request_id)
+                if request_id is not None:
+                    del self._current[request_id]
+                    self._listener.on_handed_back(self._worker_id, request_id, event.handed_back.attempt)
             case "goodbye":
                 is_planned = worker_codec.decode_reason(event.goodbye.reason) is Reason.DRAINING
                 self._state = WorkerState.CLOSED if is_planned else WorkerState.LOST

@@ -73,6 +73,7 @@ class Running:
     submit: worker_pb2.Submit
     num_blocks: int
     num_emitted: int = 0  # of this attempt
+    is_paused: bool = False
 
     @property
     def position(self) -> int:
@@ -110,6 +111,7 @@ class ScriptedWorker:
         self.port = 0
         self.submitted: list[worker_pb2.Submit] = []
         self.aborted: list[str] = []
+        self.pauses: list[bool] = []  # pause, resume
         self.drains: list[worker_pb2.Drain] = []
         self.sessions: list[Session] = []
         self.num_generated = 0  # tokens, of all sessions
@@ -186,7 +188,9 @@ class ScriptedWorker:
     async def step(self) -> None:
         """One token (or `tokens_per_step`) for every running request, in one event for each session."""
         for session in self.sessions:
-            outputs = [self._advance(session, wire_id) for wire_id in list(session.running)]
+            outputs = [
+                self._advance(session, wire_id) for wire_id, it in list(session.running.items()) if not it.is_paused
+            ]
             if outputs:
                 self.send(session, outputs)
         await self.notify()
@@ -257,6 +261,22 @@ class ScriptedWorker:
         self.send(session)
         await self.notify()
 
+    async def set_paused(self, session: Session, wire_id: str, is_paused: bool) -> None:
+        if wire_id in session.running:
+            session.running[wire_id].is_paused = is_paused
+        self.pauses.append(is_paused)
+        await self.notify()
+
+    def hand_back(self, running: Running) -> None:
+        """Lets a request go on elsewhere."""
+        submit = running.submit
+        for session in self.sessions:
+            if session.running.get(submit.request_id) is running:
+                del session.running[submit.request_id]
+                handed_back = worker_pb2.HandedBack(request_id=submit.request_id, attempt=submit.attempt)
+                session.events.put_nowait(worker_pb2.SessionEvent(handed_back=handed_back))
+                self.send(session)
+
     async def _step_for_ever(self, step_s: float) -> None:
         while True:
             await asyncio.sleep(step_s)
@@ -314,6 +334,10 @@ class _Service(worker_pb2_grpc.WorkerServicer):
                 await self._worker.take(session, command.submit)
             elif command.HasField("abort"):
                 await self._worker.stop_request(session, command.abort)
+            elif command.HasField("pause"):
+                await self._worker.set_paused(session, command.pause.request_id, True)
+            elif command.HasField("resume"):
+                await self._worker.set_paused(session, command.resume.request_id, False)
             elif command.HasField("drain"):
                 self._worker.drains.append(command.drain)
                 await self._worker.notify()

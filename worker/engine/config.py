@@ -19,6 +19,7 @@ class SchedulerConfig:
     long_after_steps: int = 128  # decode steps since admission or resume after which a request yields
     grace_steps: int = 16  # after a resume, in which others of its band are preempted before it
     max_preemptions: int = 16  # of a request; then it yields no slot, and blocks only if everybody else is there, too
+    hand_back_s: float = 5.0  # a preempted long request waits so long for memory, then another worker may have it
     max_overtakes: int = 16  # later arrivals admitted before a request that waits for memory
     optimism: float = 0.8  # 0 plans memory for max_tokens of everybody, 1 for the share that requests really use
     output_share: float = 0.3  # of max_tokens that a request is expected to use, until the finished ones tell
@@ -36,6 +37,7 @@ class SchedulerConfig:
             "long_after_steps",
             "grace_steps",
             "max_preemptions",
+            "hand_back_s",
             "max_overtakes",
             "gather_s",
             "gather_count",

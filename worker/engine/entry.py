@@ -73,10 +73,10 @@ class Gathered:
 
     def pause_s(self, waiting: WaitingList, num_running: int, now_s: float) -> float:
         """See Entry."""
-        if num_running or not waiting or len(waiting) >= self._count:
+        first = waiting.first(1)
+        if num_running or not first or len(waiting) >= self._count:
             return 0.0
-        [first] = waiting.first(1)
-        return max(0.0, first.arrived_s + self._gather_s - now_s)
+        return max(0.0, first[0].arrived_s + self._gather_s - now_s)
 
 
 class Departure(Protocol):

@@ -32,6 +32,13 @@ class RequestRejected(NamedTuple):
     message: str  # what it needs and what there is; may be shown to the client
 
 
+class HandedBack(NamedTuple):
+    """A taken request that another worker is to go on with: its terminal event."""
+
+    request_id: str
+    attempt: int
+
+
 @dataclass(slots=True)
 class SessionOutput:
     """All news of one step for one session.
@@ -42,6 +49,7 @@ class SessionOutput:
     outputs: list[RequestOutput] = field(default_factory=list)
     rejected: list[RequestRejected] = field(default_factory=list)
     usage: BlockUsage | None = None  # set when it changed for this session
+    handed_back: list[HandedBack] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)

@@ -76,7 +76,9 @@ class ThreeLevels:
         return request.num_preemptions > 0 and step - request.entry_step < self._config.grace_steps
 
     def may_yield(self, request: Request, step: int) -> bool:
-        """See Levels. Not while it has waited for more than half the steps that it has run."""
+        """See Levels. Not while it has waited for more than half the steps that it has run; a paused one always."""
+        if request.is_paused:
+            return True
         if self.is_exhausted(request) or self.is_in_grace(request, step):
             return False
         num_waited = request.num_waited_steps

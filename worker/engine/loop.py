@@ -91,6 +91,8 @@ class EngineLoop:
         output_token_ids: Sequence[int] = (),
         band: Band = Band.NORMAL,
         cache_salt: str = "",
+        timeout_s: float | None = None,
+        may_hand_back: bool = False,
     ) -> None:
         """Hands a request to the engine; a refusal comes back as a RequestRejected event."""
         submit = partial(
@@ -104,12 +106,18 @@ class EngineLoop:
             band=band,
             cache_salt=cache_salt,
             arrived_s=self._clock.monotonic(),
+            timeout_s=timeout_s,
+            may_hand_back=may_hand_back,
         )
         self._send(partial(self._submit, submit, session_id, request_id, attempt))
 
     def abort(self, session_id: int, request_id: str, attempt: int) -> None:
         """Ends a request with reason CANCELLED within a step; nothing if it has ended already."""
         self._send(partial(self._engine.abort, session_id, request_id, attempt))
+
+    def set_paused(self, session_id: int, request_id: str, attempt: int, is_paused: bool) -> None:
+        """Stops computing for a request, or goes on with it; nothing if it has ended already."""
+        self._send(partial(self._engine.set_paused, session_id, request_id, attempt, is_paused))
 
     def _send(self, command: Callable[[], object]) -> None:
         with self._condition:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from common.types import BlockUsage, ClaimRef, Reason
-from worker.engine.events import RequestOutput, RequestRejected, SessionOutput
+from worker.engine.events import HandedBack, RequestOutput, RequestRejected, SessionOutput
 from worker.engine.scheduler import Scheduler
 
 
@@ -48,6 +48,11 @@ class Outbox:
     def add_rejected(self, session_id: int, request_id: str, attempt: int, reason: Reason, message: str) -> None:
         """One more rejection for an open session."""
         self._of(session_id).rejected.append(RequestRejected(request_id, attempt, reason, message))
+        self.has_news = True
+
+    def add_handed_back(self, session_id: int, request_id: str, attempt: int) -> None:
+        """One more request for an open session to go on with elsewhere."""
+        self._of(session_id).handed_back.append(HandedBack(request_id, attempt))
         self.has_news = True
 
     def account(self, session_id: int, request_id: str, attempt: int) -> None:

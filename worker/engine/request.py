@@ -50,6 +50,10 @@ class Request:
     num_preemptions: int = 0
     num_cached_tokens: int = 0  # tokens found in the prefix cache at first admission
     num_given_tokens: int = 0  # tokens known at submit: the prompt, and output of earlier attempts
+    deadline_s: float | None = None  # when its client gives up, by the engine's clock
+    may_hand_back: bool = False  # whether another worker can go on with it
+    is_paused: bool = False  # its reader is slow: nothing is computed for it, and it is the first to make way
+    left_s: float = 0.0  # when it was preempted last, by the engine's clock
     stop_ids: frozenset[int] = frozenset()  # end generation: stop token ids, and the model's unless ignore_eos
     max_total_tokens: int = 0  # prompt + output at most: by max_tokens, by the context, by the pool
     num_lost: int = 0  # computed tokens that the last preemption dropped

@@ -13,7 +13,7 @@ from worker.cache.pool import IntegrityError
 from worker.engine.batch import Batch, BatchRow
 from worker.engine.config import SchedulerConfig
 from worker.engine.modes import DEFAULT_MODE, MODES, Mode
-from worker.engine.preemption import choose_victim, list_yielding
+from worker.engine.preemption import choose_victim, list_hand_backs, list_yielding
 from worker.engine.request import Request, RequestState
 from worker.engine.waiting import WaitingList
 
@@ -72,12 +72,14 @@ class Scheduler:
         self._departure = mode.departure()
         self._staying: list[Request] = []  # ended, and not gone
         self._long: list[Request] = []  # of level 3 in the present step, and running
+        self._paused: list[Request] = []  # the same of paused ones
+        self._now_s = 0.0  # when the present step began
         self._free_slots = list(range(config.max_num_seqs))  # a heap: low slots first, tables stay dense
 
     @property
     def has_requests(self) -> bool:
-        """Whether there is anything to schedule."""
-        return bool(self.running or self.waiting)
+        """Whether there is anything to schedule; requests that are paused are not."""
+        return not (all(request.is_paused for request in self.running) and self.waiting.is_idle)
 
     @property
     def num_held_tokens(self) -> int:
@@ -97,9 +99,9 @@ class Scheduler:
             request.band >= Band.NORMAL  # what most newcomers are of
             and request.state is RequestState.RUNNING
             and self.levels.may_yield(request, self.num_steps)
-            for request in self._long
+            for request in (*self._long, *self._paused)
         )
-        return max(0, len(self._free_slots) + num_yielding - self.waiting.num_preempted)
+        return max(0, len(self._free_slots) + num_yielding - self.waiting.num_returning)
 
     def pause_s(self, now_s: float) -> float:
         """Seconds until a step can have work; 0 if it has already, or will not before a request comes."""
@@ -114,8 +116,9 @@ class Scheduler:
     def schedule(self, now_s: float = 0.0) -> Batch:
         """Decides the step that begins now; admits and preempts for it.
 
-        An empty batch only if there is no request at all, or the mode lets them gather.
+        An empty batch only if there is no request at all that is not paused, or the mode lets them gather.
         """
+        self._now_s = now_s
         self.step = StepCounts()
         self.num_steps += 1
         rows, unfinished = self._ride()
@@ -132,6 +135,10 @@ class Scheduler:
         batch = Batch(tuple(rows))
         self.memory.thrash.observe(batch.num_tokens, self.step.num_recomputed_tokens)
         return batch
+
+    def list_hand_backs(self) -> list[Request]:
+        """Who has waited so long for memory that another worker should go on with it."""
+        return list_hand_backs(self.waiting.preempted, self.levels, self._now_s, self.config.hand_back_s)
 
     def observe(self, seconds: float) -> None:
         """Learns what the last step's batch took to execute."""
@@ -188,6 +195,7 @@ class Scheduler:
         request.state = RequestState.WAITING
         request.num_preemptions += 1
         request.left_step = self.num_steps
+        request.left_s = self._now_s
         self.step.preempted.append(request)
         self.waiting.add(request)
 
@@ -214,9 +222,12 @@ class Scheduler:
         rows: list[BatchRow] = []
         unfinished: list[Request] = []
         num_kv_tokens = 0
-        self._long = []
+        self._long, self._paused = [], []
         block_size, long_after = self.manager.block_size, self.levels.long_after_steps
         for request in self.running:
+            if request.is_paused:
+                self._paused.append(request)
+                continue
             num_tokens = len(request.token_ids)
             if num_tokens - request.num_computed > 1:
                 is_full = request.num_computed == len(request.block_ids) * block_size
@@ -247,7 +258,7 @@ class Scheduler:
             return []
         self.memory.begin_step(self.running)
         smallest_chunk = (self.config.min_chunk_tokens + 1) // 2
-        waiting = self.waiting.first(num_places + self.waiting.num_preempted + LOOK_BEHIND)
+        waiting = self.waiting.first(num_places + self.waiting.num_returning + LOOK_BEHIND)
         # By arrival, but who is not urgent, a newcomer with time or a long request that left, lets the urgent pass.
         waiting.sort(key=lambda request: not self.levels.is_urgent(request, self.num_steps, now_s))
         admitted: list[Request] = []
@@ -279,7 +290,7 @@ class Scheduler:
         """Who would make way for a newcomer now, first to go first; nobody while too much is computed twice."""
         if self.memory.thrash.ratio >= self.config.max_thrash:
             return []
-        return list_yielding(self._long, self.levels, self.num_steps)
+        return list_yielding([*self._long, *self._paused], self.levels, self.num_steps)
 
     def _list_candidates(
         self, yielding: Sequence[Request], request: Request, now_s: float, blocked: Request | None
@@ -304,9 +315,10 @@ class Scheduler:
         for victim in candidates[:count]:
             self.memory.leave(victim)
             self.preempt(victim)
+        num_decoding = sum(not victim.is_paused for victim in candidates[:count])
         self.step.num_yielded += count
-        self.step.num_long -= count
-        self.step.num_decodes -= count
+        self.step.num_long -= num_decoding
+        self.step.num_decodes -= num_decoding
         return True
 
     def _enter(self, request: Request) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from heapq import merge
 from itertools import islice
 
@@ -31,13 +31,23 @@ class WaitingList:
         return merge(self._preempted, self._fresh.values(), key=_arrival)
 
     @property
-    def num_preempted(self) -> int:
-        """Those that were running before."""
-        return len(self._preempted)
+    def preempted(self) -> Sequence[Request]:
+        """Those that were running before, by arrival."""
+        return self._preempted
+
+    @property
+    def num_returning(self) -> int:
+        """Those that were running before and want to go on."""
+        return sum(not request.is_paused for request in self._preempted)
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether nobody wants to run."""
+        return all(request.is_paused for request in self)
 
     def first(self, count: int) -> list[Request]:
-        """The first ones by arrival, `count` at most."""
-        return list(islice(self, count))
+        """The first ones by arrival that want to run, `count` at most."""
+        return list(islice((request for request in self if not request.is_paused), count))
 
     def add(self, request: Request) -> None:
         """Takes a request. Raises ValueError if a fresh one arrived before one that is here."""

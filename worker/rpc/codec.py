@@ -9,7 +9,7 @@ from typing import Any
 from common.errors import InvalidRequestError
 from common.types import Band, BlockUsage, ModelDescription, ModelLimits, PositionLogprobs, Reason, SamplingParams
 from protos.inference.v1 import types_pb2, worker_pb2
-from worker.engine.events import RequestOutput, RequestRejected
+from worker.engine.events import HandedBack, RequestOutput, RequestRejected
 
 DESCRIBE_CHUNK_BYTES = 1 << 20
 MAX_STOP_TOKEN_IDS = 64
@@ -41,6 +41,8 @@ class Submission:
     sampling: SamplingParams
     band: Band
     cache_salt: str
+    timeout_s: float | None
+    may_hand_back: bool
 
 
 def submission_from_proto(message: worker_pb2.Submit, limits: ModelLimits) -> Submission:
@@ -49,6 +51,8 @@ def submission_from_proto(message: worker_pb2.Submit, limits: ModelLimits) -> Su
         raise InvalidRequestError.of_field("request_id", f"must have 1 to {MAX_ID_BYTES} bytes")
     if message.attempt < 1:
         raise InvalidRequestError.of_field("attempt", "must be at least 1")
+    if not message.timeout_s >= 0:  # a NaN is not
+        raise InvalidRequestError.of_field("timeout_s", f"{message.timeout_s}; must be at least 0")
     return Submission(
         request_id=message.request_id,
         attempt=message.attempt,
@@ -57,6 +61,8 @@ def submission_from_proto(message: worker_pb2.Submit, limits: ModelLimits) -> Su
         sampling=sampling_from_proto(message.sampling, default_max_tokens=limits.context_length),
         band=_band_from_proto(message.band),
         cache_salt=message.cache_salt,
+        timeout_s=message.timeout_s or None,
+        may_hand_back=message.may_hand_back,
     )
 
 
@@ -144,6 +150,11 @@ def rejected_to_proto(rejected: RequestRejected) -> worker_pb2.Rejected:
         reason=reason_to_proto(rejected.reason),
         message=rejected.message,
     )
+
+
+def handed_back_to_proto(handed_back: HandedBack) -> worker_pb2.HandedBack:
+    """A request for another worker."""
+    return worker_pb2.HandedBack(request_id=handed_back.request_id, attempt=handed_back.attempt)
 
 
 def reason_to_proto(reason: Reason) -> types_pb2.Reason.ValueType:

@@ -22,6 +22,7 @@ class Mailbox:
         self._outputs: dict[tuple[str, int], worker_pb2.RequestOutput] = {}
         self._usage: worker_pb2.BlockUsage | None = None
         self._rejections: deque[worker_pb2.Rejected] = deque()
+        self._handed_back: deque[worker_pb2.HandedBack] = deque()
         self._goodbye: worker_pb2.Goodbye | None = None
         self._is_news = asyncio.Event()
         self._is_room = asyncio.Event()
@@ -54,6 +55,11 @@ class Mailbox:
         self._rejections.append(rejected)
         self._update_events()
 
+    def put_handed_back(self, handed_back: worker_pb2.HandedBack) -> None:
+        """Adds a request that is to go on elsewhere; sent after all tokens."""
+        self._handed_back.append(handed_back)
+        self._update_events()
+
     def put_goodbye(self, reason: types_pb2.Reason.ValueType) -> None:
         """Ends the session once everything else is sent."""
         self._goodbye = worker_pb2.Goodbye(reason=reason)
@@ -71,9 +77,10 @@ class Mailbox:
         return event
 
     def _update_events(self) -> None:
-        is_news = self._rejections or self._outputs or self._usage is not None or self._goodbye is not None
+        is_end = self._handed_back or self._goodbye is not None
+        is_news = self._rejections or self._outputs or self._usage is not None or is_end
         (self._is_news.set if is_news else self._is_news.clear)()
-        is_room = len(self._rejections) + len(self._outputs) < MAX_REQUESTS
+        is_room = len(self._rejections) + len(self._outputs) + len(self._handed_back) < MAX_REQUESTS
         (self._is_room.set if is_room else self._is_room.clear)()
 
     def _next(self) -> worker_pb2.SessionEvent:
@@ -84,6 +91,8 @@ class Mailbox:
             self._usage = None
             self._take_outputs(step)
             return worker_pb2.SessionEvent(step=step)
+        if self._handed_back:
+            return worker_pb2.SessionEvent(handed_back=self._handed_back.popleft())
         event = worker_pb2.SessionEvent(goodbye=self._goodbye)
         self._goodbye = None
         return event

@@ -44,12 +44,18 @@ class EngineLoop(Protocol):
         output_token_ids: Sequence[int],
         band: Band,
         cache_salt: str,
+        timeout_s: float | None,
+        may_hand_back: bool,
     ) -> None:
         """Gives a request to the engine; what it refuses comes back as rejected."""
         ...
 
     def abort(self, session_id: int, request_id: str, attempt: int) -> None:
         """Ends a request; nothing if it is not there."""
+        ...
+
+    def set_paused(self, session_id: int, request_id: str, attempt: int, is_paused: bool) -> None:
+        """Stops computing for a request, or goes on with it; nothing if it is not there."""
         ...
 
     def abort_session(self, session_id: int) -> None:
@@ -98,6 +104,9 @@ class GatewaySession:
         for rejected in output.rejected:
             self._mailbox.put_rejected(codec.rejected_to_proto(rejected))
             self._live.discard((rejected.request_id, rejected.attempt))
+        for handed_back in output.handed_back:
+            self._mailbox.put_handed_back(codec.handed_back_to_proto(handed_back))
+            self._live.discard((handed_back.request_id, handed_back.attempt))
         if output.usage is not None:
             usage = codec.usage_to_proto(output.usage)
             self._usage = worker_pb2.BlockUsage()
@@ -157,6 +166,10 @@ class GatewaySession:
                 self._submit(command.submit)
             case "abort":
                 self._engine.abort(self.session_id, command.abort.request_id, command.abort.attempt)
+            case "pause":
+                self._engine.set_paused(self.session_id, command.pause.request_id, command.pause.attempt, True)
+            case "resume":
+                self._engine.set_paused(self.session_id, command.resume.request_id, command.resume.attempt, False)
             case "drain" if command.drain.whole_worker:
                 _log.info("drain_asked_for", gateway_id=self.gateway_id)
                 self._on_drain()
@@ -165,7 +178,7 @@ class GatewaySession:
             case "open":
                 raise InvalidRequestError.of_field("open", "the session is open; open is sent once, first")
             case _:
-                raise InvalidRequestError.of_field("command", "must be set: submit, abort or drain")
+                raise InvalidRequestError.of_field("command", "must be set: submit, abort, pause, resume or drain")
 
     def _submit(self, message: worker_pb2.Submit) -> None:
         key = (message.request_id, message.attempt)
@@ -189,6 +202,8 @@ class GatewaySession:
                 output_token_ids=submission.output_token_ids,
                 band=submission.band,
                 cache_salt=submission.cache_salt,
+                timeout_s=submission.timeout_s,
+                may_hand_back=submission.may_hand_back,
             )
 
     def _reject(self, message: worker_pb2.Submit, reason: Reason, text: str) -> None:

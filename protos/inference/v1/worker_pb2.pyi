@@ -29,6 +29,8 @@ class SessionCommand(_message.Message):
     SUBMIT_FIELD_NUMBER: _builtins.int
     ABORT_FIELD_NUMBER: _builtins.int
     DRAIN_FIELD_NUMBER: _builtins.int
+    PAUSE_FIELD_NUMBER: _builtins.int
+    RESUME_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def open(self) -> Global___Open:
         """first, once"""
@@ -45,6 +47,14 @@ class SessionCommand(_message.Message):
     def drain(self) -> Global___Drain:
         """finish what runs"""
 
+    @_builtins.property
+    def pause(self) -> Global___Pause:
+        """compute nothing more for a request for now"""
+
+    @_builtins.property
+    def resume(self) -> Global___Resume:
+        """go on with a paused request"""
+
     def __init__(
         self,
         *,
@@ -52,12 +62,14 @@ class SessionCommand(_message.Message):
         submit: Global___Submit | None = ...,
         abort: Global___Abort | None = ...,
         drain: Global___Drain | None = ...,
+        pause: Global___Pause | None = ...,
+        resume: Global___Resume | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["abort", b"abort", "command", b"command", "drain", b"drain", "open", b"open", "submit", b"submit"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["abort", b"abort", "command", b"command", "drain", b"drain", "open", b"open", "pause", b"pause", "resume", b"resume", "submit", b"submit"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["abort", b"abort", "command", b"command", "drain", b"drain", "open", b"open", "submit", b"submit"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["abort", b"abort", "command", b"command", "drain", b"drain", "open", b"open", "pause", b"pause", "resume", b"resume", "submit", b"submit"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_command: _TypeAlias = _typing.Literal["open", "submit", "abort", "drain"]  # noqa: Y015
+    _WhichOneofReturnType_command: _TypeAlias = _typing.Literal["open", "submit", "abort", "drain", "pause", "resume"]  # noqa: Y015
     _WhichOneofArgType_command: _TypeAlias = _typing.Literal["command", b"command"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_command) -> _WhichOneofReturnType_command | None: ...
 
@@ -96,6 +108,8 @@ class Submit(_message.Message):
     SAMPLING_FIELD_NUMBER: _builtins.int
     BAND_FIELD_NUMBER: _builtins.int
     CACHE_SALT_FIELD_NUMBER: _builtins.int
+    MAY_HAND_BACK_FIELD_NUMBER: _builtins.int
+    TIMEOUT_S_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """unique in the fleet"""
     attempt: _builtins.int
@@ -104,6 +118,10 @@ class Submit(_message.Message):
     """weighs in the choice of what to preempt"""
     cache_salt: _builtins.str
     """prefix blocks are shared only between equal salts"""
+    may_hand_back: _builtins.bool
+    """if it is long, was preempted and finds no memory: another worker may have some"""
+    timeout_s: _builtins.float
+    """seconds from now until its client gives up, then Rejected; 0: no such bound"""
     @_builtins.property
     def prompt_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """the original prompt, at least one"""
@@ -126,10 +144,12 @@ class Submit(_message.Message):
         sampling: _types_pb2.SamplingParams | None = ...,
         band: _types_pb2.Band.ValueType = ...,
         cache_salt: _builtins.str = ...,
+        may_hand_back: _builtins.bool = ...,
+        timeout_s: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "band", b"band", "cache_salt", b"cache_salt", "output_token_ids", b"output_token_ids", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "sampling", b"sampling"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "band", b"band", "cache_salt", b"cache_salt", "may_hand_back", b"may_hand_back", "output_token_ids", b"output_token_ids", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "sampling", b"sampling", "timeout_s", b"timeout_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -158,6 +178,56 @@ class Abort(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Abort: _TypeAlias = Abort  # noqa: Y015
+
+@_typing.final
+class Pause(_message.Message):
+    """Its reader is slow. The request keeps its place and its tokens; its blocks are the first to go if others need them."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    ATTEMPT_FIELD_NUMBER: _builtins.int
+    request_id: _builtins.str
+    """as submitted"""
+    attempt: _builtins.int
+    """as submitted; nothing happens if that is not here any more"""
+    def __init__(
+        self,
+        *,
+        request_id: _builtins.str = ...,
+        attempt: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "request_id", b"request_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Pause: _TypeAlias = Pause  # noqa: Y015
+
+@_typing.final
+class Resume(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    ATTEMPT_FIELD_NUMBER: _builtins.int
+    request_id: _builtins.str
+    """as submitted"""
+    attempt: _builtins.int
+    """as submitted"""
+    def __init__(
+        self,
+        *,
+        request_id: _builtins.str = ...,
+        attempt: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "request_id", b"request_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Resume: _TypeAlias = Resume  # noqa: Y015
 
 @_typing.final
 class Drain(_message.Message):
@@ -189,6 +259,7 @@ class SessionEvent(_message.Message):
     STEP_FIELD_NUMBER: _builtins.int
     REJECTED_FIELD_NUMBER: _builtins.int
     GOODBYE_FIELD_NUMBER: _builtins.int
+    HANDED_BACK_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def opened(self) -> Global___Opened:
         """first, once"""
@@ -199,11 +270,15 @@ class SessionEvent(_message.Message):
 
     @_builtins.property
     def rejected(self) -> Global___Rejected:
-        """answer to a submit that was not taken"""
+        """answer to a submit that was not taken, or the end of one that failed"""
 
     @_builtins.property
     def goodbye(self) -> Global___Goodbye:
         """last, when the worker ends the session on purpose"""
+
+    @_builtins.property
+    def handed_back(self) -> Global___HandedBack:
+        """a request that another worker is to go on with"""
 
     def __init__(
         self,
@@ -212,12 +287,13 @@ class SessionEvent(_message.Message):
         step: Global___Step | None = ...,
         rejected: Global___Rejected | None = ...,
         goodbye: Global___Goodbye | None = ...,
+        handed_back: Global___HandedBack | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["event", b"event", "goodbye", b"goodbye", "opened", b"opened", "rejected", b"rejected", "step", b"step"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["event", b"event", "goodbye", b"goodbye", "handed_back", b"handed_back", "opened", b"opened", "rejected", b"rejected", "step", b"step"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["event", b"event", "goodbye", b"goodbye", "opened", b"opened", "rejected", b"rejected", "step", b"step"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["event", b"event", "goodbye", b"goodbye", "handed_back", b"handed_back", "opened", b"opened", "rejected", b"rejected", "step", b"step"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["opened", "step", "rejected", "goodbye"]  # noqa: Y015
+    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["opened", "step", "rejected", "goodbye", "handed_back"]  # noqa: Y015
     _WhichOneofArgType_event: _TypeAlias = _typing.Literal["event", b"event"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_event) -> _WhichOneofReturnType_event | None: ...
 
@@ -450,6 +526,32 @@ class ClaimRef(_message.Message):
 Global___ClaimRef: _TypeAlias = ClaimRef  # noqa: Y015
 
 @_typing.final
+class HandedBack(_message.Message):
+    """Nothing more of the request follows, and all its tokens have been told."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    ATTEMPT_FIELD_NUMBER: _builtins.int
+    request_id: _builtins.str
+    """as submitted"""
+    attempt: _builtins.int
+    """as submitted"""
+    def __init__(
+        self,
+        *,
+        request_id: _builtins.str = ...,
+        attempt: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "request_id", b"request_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___HandedBack: _TypeAlias = HandedBack  # noqa: Y015
+
+@_typing.final
 class Rejected(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -462,7 +564,7 @@ class Rejected(_message.Message):
     attempt: _builtins.int
     """as submitted"""
     reason: _types_pb2.Reason.ValueType
-    """NO_CREDIT and DRAINING: requeue; anything else: the request cannot be served"""
+    """NO_CREDIT and DRAINING: requeue; DEADLINE: timeout_s is over; else it cannot be served"""
     message: _builtins.str
     """says what it needs and what there is; may be shown to the client"""
     def __init__(

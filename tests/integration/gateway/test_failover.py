@@ -196,3 +196,49 @@ async def test_a_rolling_restart_of_all_workers_loses_nothing(rig: Rig) -> None:
         assert answer.error is None, reason_of(answer.error)
         assert answer.text == text_of(f"prompt {number}".encode(), 80)
     assert sum(submit.attempt > 1 for worker in workers for submit in worker.submitted) > 5, "something was handed back"
+
+
+async def test_what_a_worker_hands_back_goes_on_elsewhere_as_one_answer(rig: Rig) -> None:
+    first = await rig.worker(worker_id="first", max_num_seqs=1)
+    second = await rig.worker(worker_id="second", max_num_seqs=1, step_s=None)
+    app, client = await rig.serving(first, second, max_attempts=1)
+    await eventually(lambda: app.fleet.num_ready(MODEL) == 2)
+    asked = [asyncio.create_task(client.ask("long", sampling={"max_tokens": 600})) for _ in range(2)]
+    await first.wait_for(lambda: len(first.running) == 1 and first.running[0].num_emitted > 5)
+    await second.wait_for(lambda: len(second.running) == 1)
+    assert first.running[0].submit.may_hand_back
+    fresh = [asyncio.create_task(client.ask("fresh", sampling={"max_tokens": 3})) for _ in range(3)]
+    await eventually(lambda: len(app.dispatcher.live) == 5)
+    first.hand_back(first.running[0])
+    assert [(await it).text for it in fresh] == [text_of(b"fresh", 3)] * 3, "fresh work goes first"
+    for _ in range(600):
+        await second.step()
+    for answer in [await it for it in asked]:
+        assert answer.error is None
+        assert answer.text == text_of(b"long", 600)
+        assert answer.finished is not None
+        assert answer.finished.usage == types_pb2.Usage(prompt_tokens=4, completion_tokens=600)
+    [again] = [submit for submit in first.submitted + second.submitted if submit.attempt == 2]
+    assert len(again.output_token_ids) > 5
+    async with asyncio.timeout(20):
+        await app.dispatcher.wait_idle()
+
+
+async def test_a_handed_back_request_can_be_cancelled_while_it_waits(rig: Rig) -> None:
+    first = await rig.worker(worker_id="first", max_num_seqs=1)
+    second = await rig.worker(worker_id="second", max_num_seqs=1, reject=types_pb2.REASON_NO_CREDIT)
+    app, client = await rig.serving(first, second)
+    await eventually(lambda: app.fleet.num_ready(MODEL) == 2)
+    asked = asyncio.create_task(client.ask("long", request_id="r1", sampling={"max_tokens": 3000}))
+    await first.wait_for(lambda: len(first.running) == 1 and first.running[0].num_emitted > 5)
+    first.reject = types_pb2.REASON_NO_CREDIT
+    first.hand_back(first.running[0])
+    await eventually(lambda: app.dispatcher.live[0].num_hand_backs == 1)
+    await client.cancel("r1")
+    answer = await asked
+    assert answer.finished is not None
+    assert answer.finished.reason == types_pb2.FINISH_REASON_CANCELLED
+    assert answer.finished.usage.completion_tokens > 5
+    async with asyncio.timeout(20):
+        await app.dispatcher.wait_idle()
+    assert [depth.num_waiting for depth in await app.queue.depths()] == [0, 0, 0]

@@ -54,6 +54,7 @@ class FakeSession:
     limits: ModelLimits = LIMITS
     submitted: list[Submission] = field(default_factory=list)
     aborted: list[tuple[str, int]] = field(default_factory=list)
+    paused: list[tuple[str, int, bool]] = field(default_factory=list)
 
     def submit(self, submission: Submission) -> None:
         if self.state is not WorkerState.READY:
@@ -62,6 +63,9 @@ class FakeSession:
 
     def abort(self, request_id: str, attempt: int) -> None:
         self.aborted.append((request_id, attempt))
+
+    def set_paused(self, request_id: str, attempt: int, is_paused: bool) -> None:
+        self.paused.append((request_id, attempt, is_paused))
 
 
 @dataclass(eq=False)

@@ -73,7 +73,7 @@ def desk() -> Desk:
         metrics,
         clock,
         DrainRate(lambda low, high: 1.0),
-        DispatcherSettings("me", 3, 5, 6.0),
+        DispatcherSettings("me", 3, 5, 6.0, 4),
     )
     numbers = iter("abcdef")
     books = Bookkeeper(ledger, dispatcher, store, clock, period_s=1.0, choose_id=lambda: next(numbers))

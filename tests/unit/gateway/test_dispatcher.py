@@ -7,7 +7,14 @@ from dataclasses import dataclass
 import pytest
 from prometheus_client import CollectorRegistry
 
-from common.errors import DuplicateRequestError, InternalError, InvalidRequestError, NotFoundError, UnavailableError
+from common.errors import (
+    DeadlineExceededError,
+    DuplicateRequestError,
+    InternalError,
+    InvalidRequestError,
+    NotFoundError,
+    UnavailableError,
+)
 from common.metrics import GatewayMetrics
 from common.types import BlockUsage, ClaimRef, FinishReason, Reason
 from gateway.admission.drain_rate import DrainRate
@@ -57,7 +64,7 @@ async def bench() -> AsyncIterator[Bench]:
     queue, clock, store = FakeQueue(), FakeClock(), StoreHealth(metrics, lambda: None)
     fleet, drain_rate = Fleet(clock.monotonic, ""), DrainRate(lambda low, high: 1.0)
     dispatcher = Dispatcher(
-        queue, fleet, background, store, metrics, clock, drain_rate, DispatcherSettings("me", 3, 5, 6.0)
+        queue, fleet, background, store, metrics, clock, drain_rate, DispatcherSettings("me", 3, 5, 6.0, 4)
     )
     background.run(dispatcher._dispatch_loop, "dispatch")
     session = FakeSession()
@@ -269,3 +276,51 @@ async def test_what_is_resumed_waits_in_the_first_place_with_what_it_needs_now(b
     live.go_on_after(range(10), Pen(1))
     entry = bench.dispatcher.entry_of(live)
     assert (entry.is_resumed, entry.num_input_tokens, entry.num_tokens_needed) == (True, 13, 18)
+
+
+async def test_the_worker_pauses_what_nobody_reads_and_a_new_one_begins_anew(bench: Bench) -> None:
+    live = bench.enqueued()
+    await bench.claim(live)
+    bench.dispatcher.on_tokens("w1", tokens(1, 65, 66, 67))
+    assert bench.session.paused == []
+    bench.dispatcher.on_tokens("w1", tokens(1, 68))
+    bench.dispatcher.on_tokens("w1", tokens(1, 69))  # on its way already
+    assert bench.session.paused == [("acme/r1", 1, True)]
+    await live.mailbox.take()
+    bench.dispatcher.set_paused(live, False)
+    assert bench.session.paused[1:] == [("acme/r1", 1, False)]
+    bench.dispatcher.on_tokens("w1", tokens(1, 70, 71, 72, 73))
+    assert live.is_paused
+    bench.dispatcher.on_handed_back("w1", "acme/r1", 1)
+    await bench.claim(live, attempt=2)
+    assert not live.is_paused
+
+
+async def test_what_a_worker_hands_back_waits_behind_fresh_work_a_bounded_number_of_times(bench: Bench) -> None:
+    live = bench.enqueued()
+    await bench.claim(live)
+    assert not bench.session.submitted[0].may_hand_back, "there is no other worker"
+    bench.dispatcher.on_ready(FakeSession("w2"), SERVED)
+    for attempt in (2, 3, 4):
+        await bench.claim(live, attempt)
+        assert bench.session.submitted[-1].may_hand_back
+        bench.dispatcher.on_tokens("w1", tokens(attempt, 65))
+        bench.dispatcher.on_handed_back("w1", "acme/r1", attempt - 1)  # of another attempt
+        bench.dispatcher.on_handed_back("w1", "acme/r1", attempt)
+        await bench.run()
+        assert bench.queue.requeued[-1] == ("acme/r1", attempt, Place.LAST, 3 + attempt - 1)
+    await bench.claim(live, 5)
+    assert not bench.session.submitted[-1].may_hand_back
+    assert bench.session.submitted[-1].output_token_ids == (65, 65, 65)
+    assert live.num_losses == 0
+
+
+async def test_a_worker_knows_how_long_the_client_waits(bench: Bench) -> None:
+    live = bench.enqueued()
+    live.deadline = 107.5
+    await bench.claim(live)
+    assert bench.session.submitted[0].timeout_s == 7.5
+    bench.dispatcher.on_rejected("w1", RejectedEvent("acme/r1", 1, Reason.DEADLINE, "too late"))
+    end = (await live.mailbox.take()).end
+    assert end is not None
+    assert isinstance(end.error, DeadlineExceededError)

@@ -62,7 +62,7 @@ async def bench() -> AsyncIterator[Bench]:
     queue, clock, store = FakeQueue(), FakeClock(), StoreHealth(metrics, lambda: None)
     fleet, drain_rate = Fleet(clock.monotonic, ""), DrainRate(lambda low, high: 1.0)
     dispatcher = Dispatcher(
-        queue, fleet, background, store, metrics, clock, drain_rate, DispatcherSettings("me", 3, 5, 6.0)
+        queue, fleet, background, store, metrics, clock, drain_rate, DispatcherSettings("me", 3, 5, 6.0, 4)
     )
     session = FakeSession()
     dispatcher.on_ready(session, SERVED)

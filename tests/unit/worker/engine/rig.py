@@ -99,6 +99,7 @@ class EngineRig:
         self._execute = self.executor.execute
         self.executor.execute = self._take_time  # type: ignore[method-assign]
         self.records: dict[Name, Record] = {}
+        self.handed_back: list[tuple[str, int]] = []
         self.usage: dict[int, BlockUsage] = {}
         self.accounted: dict[int, list[ClaimRef]] = {}
         self.stats: list[StepStats] = []
@@ -143,6 +144,7 @@ class EngineRig:
                 record = self.records[session_id, rejected.request_id, rejected.attempt]
                 assert not record.is_ended, f"{rejected} after the terminal event"
                 record.rejected = rejected
+            self.handed_back += news.handed_back
             if news.usage is not None:
                 self.usage[session_id] = news.usage
                 self.accounted.setdefault(session_id, []).extend(news.usage.accounted)

@@ -247,7 +247,7 @@ def test_abort_while_preempted() -> None:
     rig = EngineRig(num_blocks=6)
     rig.submit("early", [1] * 8, 12)
     rig.submit("late", [2] * 8, 12)
-    while not rig.scheduler.waiting.num_preempted:
+    while not rig.scheduler.waiting.num_returning:
         rig.step()
     assert rig.abort("late")
     rig.run()
@@ -437,7 +437,7 @@ def test_a_preempted_request_is_not_accounted_for_again_and_closes_the_door() ->
     rig = EngineRig(num_blocks=6)
     rig.submit("early", [1] * 8, 12)
     rig.submit("late", [2] * 8, 12)
-    while not rig.scheduler.waiting.num_preempted:
+    while not rig.scheduler.waiting.num_returning:
         rig.step()
     assert rig.usage[SESSION].free_slots == 0
     rig.run()

@@ -142,7 +142,7 @@ def test_a_preempted_request_returns_before_later_arrivals() -> None:
     rig = EngineRig(num_blocks=8, max_num_seqs=3, max_overtakes=0)
     rig.submit("first", [1] * 10, 16)
     rig.submit("victim", [2] * 10, 16)
-    while not rig.scheduler.waiting.num_preempted:
+    while not rig.scheduler.waiting.num_returning:
         rig.step()
     rig.submit("new", [3] * 2, 2)
     rig.run()
@@ -162,7 +162,7 @@ def preempting_rig(bands: list[Band]) -> EngineRig:
     rig = EngineRig(num_blocks=9, max_num_seqs=3)
     for index, band in enumerate(bands):
         rig.submit(f"r{index}", [index] * 8, 12, band=band)
-    while not rig.scheduler.waiting.num_preempted:
+    while not rig.scheduler.waiting.num_returning:
         rig.step()
     return rig
 
@@ -191,7 +191,7 @@ def test_a_later_arrival_does_not_get_the_blocks_that_a_preemption_freed() -> No
         rig.submit(f"r{index}", [index] * 8, 12)
     rig.step()
     rig.submit("new", [7], 2)
-    while not rig.scheduler.waiting.num_preempted:
+    while not rig.scheduler.waiting.num_returning:
         rig.step()
     assert "new" not in dict(rig.executor.batches[-1])
     rig.run()

@@ -39,7 +39,7 @@ def test_it_is_by_arrival_after_any_adding_and_removing(steps: list[tuple[bool, 
         assert list(waiting) == in_order
         assert waiting.first(3) == in_order[:3]
         assert len(waiting) == len(here)
-        assert waiting.num_preempted == sum(request.num_preemptions > 0 for request in in_order)
+        assert waiting.num_returning == sum(request.num_preemptions > 0 for request in in_order)
 
 
 def test_a_fresh_request_that_came_earlier_than_another_is_a_mistake() -> None:
