@@ -141,7 +141,7 @@ async def limits_at_load(limiter: RedisLimiter, num_requests: int, phases: Phase
 async def main(url: str, *, num_requests: int, num_gateways: int, num_workers: int) -> None:
     pool = f"bench-{secrets.token_hex(4)}"
     queues = [RedisQueue(url, pool=pool, gateway_id=f"g{i}") for i in range(num_gateways)]
-    limiter = RedisLimiter(url, pool=pool, clock=SystemClock(), uniform=lambda low, _: low)
+    limiter = RedisLimiter(url, pool=pool, gateway_id="bench", clock=SystemClock(), uniform=lambda low, _: low)
     fleet = Fleet(num_workers)
     server = connect(url, max_connections=1, timeout_s=5.0)
 

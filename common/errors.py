@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -29,7 +29,8 @@ class TidegateError(Exception):
     """Root of all errors that may reach a client.
 
     The message must not contain prompts, other tenants' names or stack traces.
-    `retry_after_s` is set if, and only if, a retry after that many seconds can succeed.
+    `retry_after_s` is set if, and only if, a retry after that many seconds can succeed. `budget`: what is left of the
+    caller's limits, by their names, as far as it is known.
     """
 
     status: ClassVar[str] = "INTERNAL"  # name of a grpc.StatusCode
@@ -50,6 +51,7 @@ class TidegateError(Exception):
         self.retry_after_s = retry_after_s
         self.fields = tuple(fields)
         self.quotas = tuple(quotas)
+        self.budget: Mapping[str, int] = {}
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.reason.name}: {self.message})"

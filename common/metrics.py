@@ -52,6 +52,9 @@ class GatewayMetrics:
         self.worker_running = gauge("worker_running", "Running requests as the worker reports them", "worker")
         self.worker_waiting = gauge("worker_waiting", "Waiting requests as the worker reports them", "worker")
         self.store_up = gauge("store_up", "1 while the queue's store answers")
+        self.admitted_without_store = counter(
+            "admitted_without_store_total", "Requests that were admitted from this gateway's share of a tenant's limits"
+        )
         self.store_errors = counter("store_errors_total", "Calls that did not reach the queue's store")
         self.dispatches = counter("dispatches_total", "Runs of the dispatch script")
         self.claims = counter("claims_total", "Claims received for own requests")

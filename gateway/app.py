@@ -76,12 +76,16 @@ class GatewayApp:
         self.queue = RedisQueue(
             redis_url, pool=settings.pool, gateway_id=self.gateway_id, settings=_queue_settings(settings)
         )
-        self._limiter = RedisLimiter(
+        self.limiter = RedisLimiter(
             redis_url,
             pool=settings.pool,
+            gateway_id=self.gateway_id,
             clock=clock,
             uniform=random.uniform,
-            settings=LimiterSettings(timeout_s=settings.store_timeout_s),
+            settings=LimiterSettings(
+                outage_share=settings.outage_share, outage_s=settings.outage_s, timeout_s=settings.store_timeout_s
+            ),
+            on_share_used=metrics.admitted_without_store.inc,
         )
         drain_rate = DrainRate(random.uniform)
         self.dispatcher = Dispatcher(
@@ -103,7 +107,7 @@ class GatewayApp:
         self._housekeeper = Housekeeper(
             self.dispatcher,
             self.queue,
-            self._limiter,
+            self.limiter,
             self.fleet,
             self._store,
             metrics,
@@ -136,7 +140,7 @@ class GatewayApp:
         self._prompts = PromptReader(settings.tokenizer_threads)
         self._handler = Handler(
             self.queue,
-            self._limiter,
+            self.limiter,
             self.fleet,
             self.dispatcher,
             self._prompts,
@@ -151,6 +155,7 @@ class GatewayApp:
                 self.gateway_id,
                 settings.max_queue_length,
                 takeover_s=settings.heartbeat_ttl_s + 2 * settings.heartbeat_s,
+                store_patience_s=settings.store_patience_s,
             ),
             choose_id=lambda: random.randbytes(12).hex(),
             choose_seed=lambda: random.getrandbits(64),
@@ -259,7 +264,7 @@ class GatewayApp:
         self._prompts.close()
         if self._metrics_server is not None:
             await asyncio.to_thread(self._metrics_server.close)
-        await self._limiter.close()
+        await self.limiter.close()
         await self._job_runner.close()
         await self._resumption.stop()
         await self._books.stop()
@@ -331,6 +336,7 @@ def _housekeeper_settings(settings: GatewaySettings) -> HousekeeperSettings:
         no_worker_timeout_s=settings.no_worker_timeout_s,
         heartbeat_s=settings.heartbeat_s,
         heartbeat_ttl_s=settings.heartbeat_ttl_s,
+        store_wait_s=settings.store_wait_s,
     )
 
 

@@ -43,8 +43,8 @@ class Bookkeeper:
         background.run(self._loop, "bookkeeper")
 
     async def open(self, live: LiveRequest) -> None:
-        """Says that it is accepted. Raises UnavailableError if that cannot be written down: it must not run then."""
-        live.record_id = self._choose_id()
+        """Says that it is accepted. Raises UnavailableError if that cannot be written down now; may be repeated."""
+        live.record_id = live.record_id or self._choose_id()
         record = self._record(live)
         self._noted[record.record_id] = record
         try:

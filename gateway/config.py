@@ -32,7 +32,25 @@ class GatewaySettings(Settings):
         validation_alias="TIDEGATE_REDIS_URL",
     )
     store_timeout_s: float = Field(
-        2.0, gt=0, description="seconds that the store may take for an answer; without one nothing new is accepted"
+        2.0, gt=0, description="seconds that the store may take for an answer; without one it counts as lost"
+    )
+    store_patience_s: float = Field(
+        0.04,
+        gt=0,
+        description="seconds of the store's silence after which a new request is decided without it, by the gateway's "
+        "share of the tenant's limits",
+    )
+    store_wait_s: float = Field(
+        30.0, gt=0, description="seconds a request waits while the store is lost, then STORE_UNAVAILABLE"
+    )
+    outage_share: float = Field(
+        0.1,
+        ge=0,
+        le=1,
+        description="part of what is unused of each limit that all gateways together may admit while the store is lost",
+    )
+    outage_s: float = Field(
+        300.0, gt=0, description="seconds that a gateway may admit requests of limited tenants without the store"
     )
     pool: str = Field("default", pattern=r"^[a-z0-9][a-z0-9_-]{0,63}$", description="fleet whose queue is served")
     gateway_id: str = Field("", pattern=r"^[A-Za-z0-9._-]{0,64}$", description="unique in the fleet; empty: chosen")

@@ -31,7 +31,7 @@ from gateway.live import LiveRequest, ReadyRequest
 from gateway.mailbox import Delivery
 from gateway.placement.fleet import Fleet
 from gateway.prompts import PromptReader
-from gateway.queueing.queue import Queue, QueueEntry
+from gateway.queueing.queue import Queue
 from gateway.requests import (
     GenerateCall,
     check_idempotency_key,
@@ -52,6 +52,8 @@ _Received = tuple[LiveRequest, Answer, list[TextDelta], Outcome | None]
 
 _CLOSE_WAIT_S = 1.0  # how long the last event of a stream waits for the store to forget the request
 _TAKEOVER_RETRY_S = 0.1
+_FIRST_BACKOFF_S = 0.05
+_MAX_BACKOFF_S = 0.5
 _BEFORE_WORKER = (RequestState.RECEIVED, RequestState.ADMITTED, RequestState.QUEUED)
 
 
@@ -62,6 +64,7 @@ class HandlerSettings:
     gateway_id: str
     max_queue_length: int
     takeover_s: float
+    store_patience_s: float
 
 
 class Handler:
@@ -127,7 +130,6 @@ class Handler:
     def _check_open(self) -> None:
         if self._refusal is not None:
             raise self._refusal()
-        self._store.check()
 
     def generate(self, tenant: Tenant, call: GenerateCall, deadline: float | None) -> AsyncGenerator[Event, None]:
         """The events of one answer. `deadline`: monotonic seconds at which the client gives up.
@@ -140,6 +142,7 @@ class Handler:
     async def check(self, tenant: Tenant, call: GenerateCall) -> None:
         """Raises what `generate` would for a call that cannot be served, or not by this gateway now."""
         self._check_open()
+        self._store.check()
         await self._prepare(tenant, call)
 
     def resume(
@@ -175,6 +178,7 @@ class Handler:
             await self._closed(live)
             yield answer.finish(outcome, self._clock.monotonic())
         except TidegateError as error:
+            error.budget = error.budget or live.remaining.by_name()
             self._end(live, failed(error))
             raise
         finally:
@@ -196,6 +200,7 @@ class Handler:
         live = LiveRequest(await self._prepare(tenant, call), self._clock.monotonic())
         structlog.contextvars.bind_contextvars(request_id=live.fleet_id, tenant=tenant.tenant_id)
         if call.is_resumable or call.idempotency_key:
+            self._store.check()
             resumed = await self._resumption.begin(live, call)
             if resumed is not None:
                 return await self._go_on(resumed, 0)
@@ -208,6 +213,7 @@ class Handler:
 
     async def _receive_again(self, tenant: Tenant, request_id: str, offset: int) -> _Received:
         check_request_id(request_id)
+        self._store.check()
         structlog.contextvars.bind_contextvars(request_id=request_id, tenant=tenant.tenant_id)
         return await self._go_on(await self._resumption.adopt(tenant, request_id), offset)
 
@@ -257,48 +263,71 @@ class Handler:
         )
 
     async def _admit(self, live: LiveRequest) -> Accepted:
-        # In a step of its own: if the client leaves now, it must still be known what was written.
-        live.admission = self._background.spawn(self._enter_queue(live), "admission")
+        """Decides, within the patience with the store: a request that has its part of the limits waits for it if need
+        be, and its client is told that it is accepted."""
+        patience_s = 0.0 if self._store.is_lost else self._settings.store_patience_s
+        decide_by = self._clock.monotonic() + patience_s
+        # In steps of their own: if the client leaves now, it must still be known what was written.
+        live.admission = self._background.spawn(self._reserve(live, patience_s), "reserve")
         await asyncio.shield(live.admission)
+        live.admission = self._background.spawn(self._enter_queue(live), "admission")
+        await asyncio.wait([live.admission], timeout=max(decide_by - self._clock.monotonic(), 0.0))
+        if live.admission.done():
+            live.admission.result()
         return Accepted(live.request, live.remaining)
 
-    async def _enter_queue(self, live: LiveRequest) -> None:
-        request, settings = live.request, self._settings
-        cost = Cost(len(request.prompt_token_ids), request.sampling.max_tokens)
-        tenant = request.tenant
-        try:
-            live.remaining = await self._limiter.reserve(tenant.tenant_id, live.fleet_id, cost, tenant.limits)
-        except UnavailableError as error:
-            self._store.failed(error)
-            raise
+    async def _reserve(self, live: LiveRequest, patience_s: float) -> None:
+        request = live.request
+        cost, tenant = Cost(len(request.prompt_token_ids), request.sampling.max_tokens), request.tenant
+        live.remaining = await self._limiter.reserve(
+            tenant.tenant_id, live.fleet_id, cost, tenant.limits, patience_s=patience_s
+        )
         live.is_reserved = True
+
+    async def _enter_queue(self, live: LiveRequest) -> None:
         if live.lifecycle.is_ended:
             return
         live.lifecycle.advance(RequestState.ADMITTED)
         live.enter_queue(self._clock.monotonic())
+        backoff_s = _FIRST_BACKOFF_S
         try:
-            if not await self._enqueue(live, self._dispatcher.entry_of(live)):
-                live.end(finished(FinishReason.CANCELLED))
-                return
+            while not live.lifecycle.is_ended and not await self._is_entered(live):
+                await asyncio.sleep(backoff_s)
+                backoff_s = min(2 * backoff_s, _MAX_BACKOFF_S)
+        except TidegateError as error:
+            live.end(failed(error))  # its client may wait for tokens already
+            raise
+
+    async def _is_entered(self, live: LiveRequest) -> bool:
+        """Puts it into queue and books, as far as it is not there. False if the store does not answer now."""
+        try:
+            if not live.is_enqueued:
+                # A claim is proof that an earlier try has entered it.
+                if live.claim is None and not await self._enqueue(live):
+                    live.end(finished(FinishReason.CANCELLED))
+                    return True
+                live.is_enqueued = True
+                self._dispatcher.kick()
+            await self._books.open(live)
         except UnavailableError as error:
             self._store.failed(error)
-            raise
+            return False
         except LimitExceededError as error:
             # Not for one place: everybody who was refused is told about the same time.
-            num_ahead = max(1, settings.max_queue_length // 10)
+            num_ahead = max(1, self._settings.max_queue_length // 10)
             error.retry_after_s = self._drain_rate.retry_after_s(num_ahead, self._clock.monotonic())
             raise
-        live.is_enqueued = True
-        self._dispatcher.kick()
-        await self._books.open(live)
         if self._refusal is _broken:  # since it was received: nobody else ends it
             raise _broken()
+        return True
 
-    async def _enqueue(self, live: LiveRequest, entry: QueueEntry) -> bool:
+    async def _enqueue(self, live: LiveRequest) -> bool:
         """Enters the queue. A former run at another gateway leaves it first: it notices that it may not write any more,
         or it is reaped. False if in turn a later run has taken over."""
-        most, most_of_tenant = self._settings.max_queue_length, live.request.tenant.limits.max_queue_length
-        give_up_at = self._clock.monotonic() + self._settings.takeover_s
+        settings = self._settings
+        most, most_of_tenant = settings.max_queue_length, live.request.tenant.limits.max_queue_length
+        entry = self._dispatcher.entry_of(live)
+        give_up_at = self._clock.monotonic() + settings.takeover_s
         while True:
             try:
                 await self._queue.enqueue(entry, max_length=most, max_of_tenant=most_of_tenant)

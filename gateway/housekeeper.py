@@ -22,6 +22,7 @@ from gateway.store_health import StoreHealth
 
 _SWEEP_S = 0.25
 _CHARGE_S = 0.25
+_STORE_RETRY_S = 5.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +33,7 @@ class HousekeeperSettings:
     no_worker_timeout_s: float
     heartbeat_s: float
     heartbeat_ttl_s: float
+    store_wait_s: float
 
 
 class Housekeeper:
@@ -59,6 +61,7 @@ class Housekeeper:
         self._drain_rate = drain_rate
         self._settings = settings
         self._num_waiting = 0  # in all bands, as the store said last
+        self._lost_since: float | None = None  # the store
 
     def start(self, background: Background) -> None:
         """Starts the loops."""
@@ -114,6 +117,10 @@ class Housekeeper:
     def sweep(self) -> None:
         """Ends requests that have waited too long."""
         now = self._clock.monotonic()
+        if self._store.is_up:
+            self._lost_since = None
+        elif self._lost_since is None:
+            self._lost_since = now
         for live in self._dispatcher.live:
             if live.lifecycle.state is RequestState.QUEUED:
                 error = self._overdue(live, now)
@@ -128,6 +135,10 @@ class Housekeeper:
 
     def _overdue(self, live: LiveRequest, now: float) -> TidegateError | None:
         limits = self._settings
+        lost_since = now if self._lost_since is None else self._lost_since
+        if now - max(lost_since, live.queued_at) >= limits.store_wait_s:
+            message = f"waited {limits.store_wait_s:g} s for the store of the queue, which is out of reach"
+            return UnavailableError(message, reason=Reason.STORE_UNAVAILABLE, retry_after_s=_STORE_RETRY_S)
         model = live.request.model.limits.model
         unserved_s = min(self._fleet.unserved_s(model), now - live.queued_at)
         if unserved_s >= limits.no_worker_timeout_s and self._fleet.num_ready(model) == 0:

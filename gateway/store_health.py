@@ -25,10 +25,15 @@ class StoreHealth:
         self.is_up = False  # until the first answer
         self._is_reported_down = False
 
+    @property
+    def is_lost(self) -> bool:
+        """Whether it is known to be out of reach: nobody need wait to find out."""
+        return self._is_reported_down
+
     def check(self) -> None:
-        """Raises UnavailableError(STORE_UNAVAILABLE) while it is known to be out of reach: nobody waits to find out."""
+        """Raises UnavailableError(STORE_UNAVAILABLE) while it is known to be lost, for what cannot do without it."""
         if self._is_reported_down:
-            message = "the store is out of reach; nothing new is accepted until it answers"
+            message = "the store is out of reach, and this cannot be done without it"
             raise UnavailableError(message, reason=Reason.STORE_UNAVAILABLE, retry_after_s=_RETRY_AFTER_S)
 
     def answered(self) -> None:

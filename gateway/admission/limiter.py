@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
+from common.errors import LimitExceededError, QuotaViolation
+from common.types import Reason
 from gateway.admission.limits import Remaining, TenantLimits
 
 
@@ -15,16 +17,38 @@ class Cost:
     num_prompt_tokens: int
     max_output_tokens: int
 
+    @property
+    def num_tokens(self) -> int:
+        """Of both kinds."""
+        return self.num_prompt_tokens + self.max_output_tokens
+
+
+class OverLimitError(LimitExceededError):
+    """Over a limit of the tenant."""
+
+    @classmethod
+    def of(cls, refusal: tuple[Reason, str, str], retry_after_s: float | None, remaining: Remaining) -> OverLimitError:
+        """`refusal`: reason, subject and description of the limit."""
+        reason, subject, description = refusal
+        quotas = [QuotaViolation(subject, description)]
+        error = cls(description, reason=reason, retry_after_s=retry_after_s, quotas=quotas)
+        error.budget = remaining.by_name()
+        return error
+
 
 class Limiter(Protocol):
-    """Tenant limits over all gateways. Every method is one atomic change; all raise UnavailableError(STORE_UNAVAILABLE)
-    when the store cannot be reached."""
+    """Tenant limits over all gateways. Every method is one atomic change; `settle` and `renew` raise
+    UnavailableError(STORE_UNAVAILABLE) when the store cannot be reached."""
 
-    async def reserve(self, tenant: str, request_id: str, cost: Cost, limits: TenantLimits) -> Remaining:
-        """Takes the whole cost, or raises LimitExceededError and writes nothing. One charge per request id.
+    async def reserve(
+        self, tenant: str, request_id: str, cost: Cost, limits: TenantLimits, *, patience_s: float = 60.0
+    ) -> Remaining:
+        """Takes the whole cost, or raises LimitExceededError and charges nothing. One charge per request id.
 
-        The error says when to come back, if that can help within the day. A cancelled call is undone; one whose
-        outcome the store did not tell is undone with the next `renew`.
+        The error says when to come back, if that can help within the day, and what is left. A cancelled call is undone.
+        If the store is silent for `patience_s` (0: is not asked), or cannot be reached, the gateway's share of the
+        limits decides: it covers the cost, or UnavailableError(STORE_UNAVAILABLE) is raised. What the store then did
+        nevertheless is undone or becomes the charge, and the share's use is charged with the next `renew`.
         """
         ...
 
@@ -36,7 +60,8 @@ class Limiter(Protocol):
     async def renew(self) -> None:
         """Says that the requests reserved here and not settled still run: without it their concurrency slots expire.
 
-        A store that has lost them counts them again.
+        Charges what was admitted without the store, and renews the gateway's shares. A store that has lost what it knew
+        is told again.
         """
         ...
 
@@ -48,7 +73,9 @@ class Limiter(Protocol):
 class Unlimited:
     """Every tenant may use everything."""
 
-    async def reserve(self, tenant: str, request_id: str, cost: Cost, limits: TenantLimits) -> Remaining:
+    async def reserve(
+        self, tenant: str, request_id: str, cost: Cost, limits: TenantLimits, *, patience_s: float = 60.0
+    ) -> Remaining:
         """Never refuses."""
         return Remaining()
 

@@ -28,6 +28,7 @@ class TenantLimits:
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
 
     requests_per_minute: Count | None = None  # admitted in any 60 s
+    requests_at_once: Count | None = None  # of these, without a pause; then one each 60 s / requests_per_minute
     tokens_per_minute: Count | None = (
         None  # prompt and output, in any 60 s; a running request counts with all it may use
     )
@@ -46,6 +47,19 @@ class TenantLimits:
         names = [field.name for field in fields(self) if field.name != "time_zone"]
         described = {name: str(value) for name in names if (value := getattr(self, name)) is not None}
         return described if self.tokens_per_day is None else {**described, "time_zone": self.time_zone}
+
+    @property
+    def is_unmetered(self) -> bool:
+        """Whether nothing of what the tenant uses has to be counted."""
+        metered = (self.requests_per_minute, self.tokens_per_minute, self.max_concurrent, self.tokens_per_day)
+        return all(limit is None for limit in metered)
+
+    @property
+    def allowance(self) -> int | None:
+        """Requests that may come at once, where that is less than the limit of a minute."""
+        if self.requests_per_minute is None or self.requests_at_once is None:
+            return None
+        return self.requests_at_once if self.requests_at_once < self.requests_per_minute else None
 
     @property
     def max_request_tokens(self) -> int | None:
@@ -69,3 +83,13 @@ class Remaining:
     tokens_per_minute: int | None = None
     concurrent: int | None = None
     tokens_today: int | None = None
+
+    def by_name(self) -> dict[str, int]:
+        """The limits that the tenant has."""
+        numbers = {
+            "requests-per-minute": self.requests_per_minute,
+            "tokens-per-minute": self.tokens_per_minute,
+            "concurrent": self.concurrent,
+            "tokens-today": self.tokens_today,
+        }
+        return {name: number for name, number in numbers.items() if number is not None}

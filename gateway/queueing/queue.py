@@ -110,7 +110,8 @@ class Queue(Protocol):
         Raises DuplicateRequestError if a live request has the id and LimitExceededError(QUEUE_FULL) if its band
         already holds `max_length` waiting requests, or all bands together `max_of_tenant` of its tenant; either way
         nothing is written, and the caller must not finish it.
-        A cancelled enqueue is withdrawn; one whose outcome the store did not tell is removed with the next heartbeat.
+        A cancelled enqueue is withdrawn; one whose outcome the store did not tell may be repeated, and is else removed
+        with the next heartbeat.
         """
         ...
 

@@ -139,29 +139,53 @@ class PoolKeys:
 
     # Limits
 
-    def window(self, tenant: str) -> str:
-        """HASH, what a tenant has used lately: r<slot> requests and t<slot> tokens, slots of a second of the clock.
+    @property
+    def limits(self) -> str:
+        """HASH, generation: names the content of the store, renewed_at: when a gateway has renewed its leases last,
+        settled_at: until then no limit grants anything, as gateways may still have to tell of use. Written by renew,
+        expires ten minutes after it."""
+        return self.prefix + "limits"
 
-        Written by reserve and settle; expires when the last slot has left the window.
+    @property
+    def recalled(self) -> str:
+        """ZSET tenant -> time until which gateways are to give back their shares of its limits. Added to by reserve,
+        expires after some seconds."""
+        return self.prefix + "recalled"
+
+    def window(self, tenant: str) -> str:
+        """HASH, what a tenant has used lately: r<slot> requests and t<slot> tokens, slots of a second of the clock;
+        tat: time at which the tenant's allowance for requests at once is full again.
+
+        Written by reserve, settle and share; expires when the last slot has left the window.
         """
         return f"{self.prefix}window:{tenant}"
 
     def day(self, tenant: str) -> str:
-        """HASH, day: number of a calendar day of the tenant, tokens: used in it. Written by reserve and settle,
-        expires two days after the last reservation."""
+        """HASH, day: number of a calendar day of the tenant, tokens: used in it. Written by reserve, settle and share,
+        expires two days after the last use."""
         return f"{self.prefix}day:{tenant}"
 
     def running(self, tenant: str) -> str:
         """ZSET request id -> time at which its concurrency slot comes back by itself.
 
-        Added to by reserve, extended by renew, removed by settle; expires with the last lease.
+        Added to by reserve and share, extended by renew, removed by settle; expires with the last lease.
         """
         return f"{self.prefix}running:{tenant}"
 
     def reservation(self, request_id: str) -> str:
-        """HASH, tokens: reserved, slot, day: where they are counted. Written by reserve, removed by settle, expires ten
-        minutes after its last renewal."""
+        """HASH, tokens: reserved, slot, day: where they are counted. Written by reserve and share, removed by settle,
+        expires ten minutes after its last renewal."""
         return f"{self.prefix}reservation:{request_id}"
+
+    def shares(self, tenant: str) -> str:
+        """HASH gateway id -> what is set aside of the tenant's limits for it to use while it cannot reach the store.
+
+        Eight numbers: time until which it uses them; number of the latest call about it, and of the latest whose uses
+        were charged; requests, tokens, concurrent requests, tokens of a day; the last day that these may be of.
+        Written by share and reserve, removed by leave_shares, or by share once they count no more; expires after two
+        days.
+        """
+        return f"{self.prefix}shares:{tenant}"
 
     # The ledger
 

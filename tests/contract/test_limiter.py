@@ -40,6 +40,7 @@ async def make_limiter(
             else RedisLimiter(
                 redis_url,
                 pool=pool,
+                gateway_id=f"g{len(made)}",
                 clock=clock,
                 uniform=lambda low, _: low,
                 settings=LimiterSettings(lease_s=LEASE_S),
@@ -346,7 +347,7 @@ async def test_everything_of_an_ended_request_expires(limiter: Limiter, redis_cl
     await settle(limiter, "acme/1", 3)
     left = {key.split("}:")[1]: redis_client.ttl(key) for key in pool_keys(redis_client, pool)}
     del left["clock"]
-    assert left.keys() == {"window:acme", "day:acme"}
+    assert left.keys() == {"window:acme", "day:acme", "limits"}
     assert all(ttl > 0 for ttl in left.values())
 
 

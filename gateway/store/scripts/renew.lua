@@ -1,13 +1,26 @@
--- Extends the leases of a gateway's running requests, also of those that have expired meanwhile.
--- ARGV: 2 microseconds of the leases; then for each request: tenant, request id
--- Returns the ids that have no reservation: they have been settled meanwhile, or the store has lost them.
+-- Extends the leases of a gateway's running requests, also of those that have expired meanwhile, and finds out whether the
+-- store may have missed something: then it grants nothing for a while, in which every gateway tells what it knows.
+-- ARGV: 2 microseconds of the leases, 3 generation of the store's content that the gateway knows, or empty, 4 one that it
+--       would choose; then for each request: tenant, request id
+-- Returns {generation, ids that have no reservation, tenants whose shares are recalled}. Such an id has been settled
+-- meanwhile, or the store has lost it.
+local lease, known = tonumber(ARGV[2]), ARGV[3]
+local SETTLING = 3000000 -- several heartbeats
+local generation, renewed_at = unpack(call('HMGET', STATE, 'generation', 'renewed_at'))
+-- Leases may have run out while nobody could renew them.
+local was_away = generation and NOW - tonumber(renewed_at) > lease / 2
+if known ~= '' and (generation ~= known or was_away) then call('HSET', STATE, 'settled_at', int(NOW + SETTLING)) end
+generation = generation or ARGV[4]
+call('HSET', STATE, 'generation', generation, 'renewed_at', int(NOW))
+call('PEXPIRE', STATE, RESERVATION_KEPT_MS)
+
 local unknown = {}
-for i = 3, #ARGV, 2 do
+for i = 5, #ARGV, 2 do
   local tenant, id = ARGV[i], ARGV[i + 1]
   if call('PEXPIRE', reservation_key(id), RESERVATION_KEPT_MS) == 1 then
-    lease_slot(tenant, id, tonumber(ARGV[2]))
+    lease_slot(tenant, id, lease)
   else
     unknown[#unknown + 1] = id
   end
 end
-return unknown
+return { generation, unknown, call('ZRANGEBYSCORE', RECALLED, int(NOW), '+inf') }

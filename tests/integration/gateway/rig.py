@@ -202,6 +202,7 @@ class Rig:
             "worker_poll_s": 0.1,
             "heartbeat_s": 0.2,
             "drain_s": 0.5,
+            "store_patience_s": 10.0,  # a busy machine is no lost store
             **settings,
         }
         tenants = Tenants({hash_key(key): tenant for key, tenant in tenants_by_key.items()})

@@ -173,7 +173,7 @@ async def test_an_absent_store_is_said_and_survived(rig: Rig) -> None:
     redis = LocalRedis()
     redis.start()
     try:
-        _, client = await rig.serving(worker, redis_url=redis.url)
+        _, client = await rig.serving(worker, redis_url=redis.url, store_wait_s=0.5)
         call = client.generate(generate_request(sampling={"max_tokens": 3}), timeout=30)
         assert (await anext(aiter(call))).HasField("accepted")
         streaming = asyncio.create_task(read(call))

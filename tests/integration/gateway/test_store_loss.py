@@ -1,21 +1,33 @@
-"""A Redis that dies, comes back empty, or hangs: what was accepted is served, what is new is refused at once."""
+"""A Redis that dies, comes back empty, or hangs: what was accepted is served, what is new lives on shares."""
 
 from __future__ import annotations
 
 import asyncio
 import os
 import signal
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import grpc
+import pytest
+import structlog
+from google.rpc import error_details_pb2
 from grpc_health.v1 import health_pb2
 
 from common.local_redis import LocalRedis
+from common.types import Band
+from gateway.admission.limits import TenantLimits
+from gateway.tenants import Tenant
 from tests.integration.gateway.rig import (
+    KEYS,
     Answer,
     Client,
     Rig,
+    detail_of,
     eventually,
+    find_detail,
     generate_request,
     read,
     reason_of,
@@ -25,6 +37,17 @@ from tests.support.scripted_worker import text_of
 
 SERVING = health_pb2.HealthCheckResponse.SERVING
 NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
+
+
+@contextmanager
+def stopped(redis: LocalRedis) -> Iterator[None]:
+    """A server that does not answer."""
+    assert redis.pid is not None
+    os.kill(redis.pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        os.kill(redis.pid, signal.SIGCONT)
 
 
 async def accepted(client: Client, text: str, max_tokens: int) -> asyncio.Task[Answer]:
@@ -61,7 +84,7 @@ async def test_a_redis_that_comes_back_empty_loses_no_accepted_request(rig: Rig,
         redis.stop()
 
 
-async def test_while_it_hangs_new_requests_are_refused_and_running_ones_go_on(rig: Rig, tmp_path: Path) -> None:
+async def test_while_it_hangs_running_requests_go_on_and_new_ones_wait(rig: Rig, tmp_path: Path) -> None:
     worker = await rig.worker(step_s=None)
     redis = LocalRedis(tmp_path)
     redis.start()
@@ -69,27 +92,121 @@ async def test_while_it_hangs_new_requests_are_refused_and_running_ones_go_on(ri
         app, client = await rig.serving(worker, redis_url=redis.url, store_timeout_s=0.5)
         running = await accepted(client, "hello", 4)
         await worker.wait_for(lambda: len(worker.running) == 1)
-        assert redis.pid is not None
-        os.kill(redis.pid, signal.SIGSTOP)
-        try:
+        with stopped(redis), structlog.testing.capture_logs() as logs:
             await until_health(client, "", NOT_SERVING)
-            refused = await client.ask("late")
-            assert refused.error is not None
-            assert refused.error.code() is grpc.StatusCode.UNAVAILABLE
-            assert reason_of(refused.error) == "STORE_UNAVAILABLE"
-            assert "nothing new is accepted" in str(refused.error.details()), "nobody asked the store"
+            waiting = await accepted(client, "later", 1)
             for _ in range(4):
                 await worker.step()
             answer = await running
             assert answer.error is None
             assert answer.text == text_of(b"hello", 4)
-        finally:
-            os.kill(redis.pid, signal.SIGCONT)
+            resumable = await client.ask("late", resumable=True)
+            assert reason_of(resumable.error) == "STORE_UNAVAILABLE", "it cannot be written down"
+            assert [log["event"] for log in logs if log["event"].startswith("store_")] == ["store_down"]
         await until_health(client, "", SERVING)
-        later = await accepted(client, "again", 1)
         await worker.wait_for(lambda: len(worker.running) == 1)
         await worker.step()
-        assert (await later).error is None
+        assert (await waiting).error is None
         await eventually(lambda: not app.dispatcher.live)
+    finally:
+        redis.stop()
+
+
+async def test_the_first_to_meet_a_hanging_store_are_decided_before_it_counts_as_lost(rig: Rig, tmp_path: Path) -> None:
+    """No call fails in this test: the store's silence alone decides."""
+    worker = await rig.worker()
+    redis = LocalRedis(tmp_path)
+    redis.start()
+    try:
+        tenants = {
+            "key-acme": KEYS["key-acme"],
+            "key-tiny": Tenant("tiny", Band.HIGH, 1, TenantLimits(max_concurrent=1)),
+        }
+        app, client = await rig.serving(
+            worker, redis_url=redis.url, tenants_by_key=tenants, store_timeout_s=600.0, store_patience_s=0.04
+        )
+        tiny = await rig.client(app, "key-tiny")
+        with stopped(redis):
+            refused = await tiny.ask("no share of one can be had")
+            waiting = await accepted(client, "hello", 2)
+            assert refused.error is not None
+            assert refused.error.code() is grpc.StatusCode.UNAVAILABLE
+            assert reason_of(refused.error) == "STORE_UNAVAILABLE"
+            assert detail_of(refused.error, error_details_pb2.RetryInfo).retry_delay.seconds >= 1
+        answer = await waiting
+        assert answer.text == text_of(b"hello", 2)
+        await eventually(lambda: not app.dispatcher.live)
+        assert (await tiny.ask()).error is None, "what was refused has given its slot back"
+    finally:
+        redis.stop()
+
+
+async def test_waiting_for_the_store_has_an_end(rig: Rig, tmp_path: Path) -> None:
+    worker = await rig.worker()
+    redis = LocalRedis(tmp_path)
+    redis.start()
+    try:
+        _, client = await rig.serving(worker, redis_url=redis.url, store_timeout_s=0.3, store_wait_s=0.5)
+        with stopped(redis):
+            await until_health(client, "", NOT_SERVING)
+            answer = await client.ask()
+            assert answer.accepted is not None
+            assert reason_of(answer.error) == "STORE_UNAVAILABLE"
+        await until_health(client, "", SERVING)
+    finally:
+        redis.stop()
+
+
+COST = 5 + 5  # "hello" and the answer
+BUDGET = 40 * COST
+SAMPLING = {"max_tokens": 5, "ignore_eos": True}
+
+
+@pytest.mark.parametrize("loss", ["hangs", "dies"])
+async def test_gateways_live_on_their_shares_and_the_fleets_total_holds(rig: Rig, tmp_path: Path, loss: str) -> None:
+    worker = await rig.worker(max_num_seqs=16)
+    redis = LocalRedis(tmp_path)
+    redis.start()
+    try:
+        tenants = {"key-acme": Tenant("acme", Band.NORMAL, 1, TenantLimits(tokens_per_day=BUDGET))}
+        settings = {"tenants_by_key": tenants, "redis_url": redis.url, "outage_share": 0.5, "store_timeout_s": 0.5}
+        apps, clients = zip(*[await rig.serving(worker, **settings) for _ in range(2)], strict=True)
+
+        def ask(num_requests: int) -> list[asyncio.Task[Answer]]:
+            return [
+                asyncio.create_task(client.ask(sampling=SAMPLING, timeout=60))
+                for _ in range(num_requests)
+                for client in clients
+            ]
+
+        answers = await asyncio.gather(*ask(2))
+        for app in apps:
+            await eventually(lambda app=app: app.limiter.held("acme").tokens_today > 0)  # type: ignore[misc]
+        if loss == "hangs":
+            assert redis.pid is not None
+            os.kill(redis.pid, signal.SIGSTOP)
+        else:
+            redis.stop()
+        for client in clients:
+            await until_health(client, "", NOT_SERVING)
+        asking = ask(40)
+        refused = 80 - sum(app.limiter.held("acme").tokens_today // COST for app in apps)
+        await eventually(lambda: sum(task.done() for task in asking) >= refused, timeout_s=30)
+        if loss == "hangs":
+            assert redis.pid is not None
+            os.kill(redis.pid, signal.SIGCONT)
+        else:
+            redis.start()
+        answers += await asyncio.gather(*asking)
+        by_reason = Counter(reason_of(answer.error) for answer in answers if answer.error is not None)
+        assert by_reason == {"STORE_UNAVAILABLE": refused}
+        for client in clients:
+            await until_health(client, "", SERVING)
+        # Until one is told that it is of no use to come back.
+        while answers[-1].error is None or find_detail(answers[-1].error, error_details_pb2.RetryInfo) is not None:
+            answers += await asyncio.gather(*ask(1))
+        served = sum(answer.finished is not None for answer in answers)
+        assert served == 40, "neither more than the limit, nor less"
+        await eventually(lambda: not any(app.dispatcher.live for app in apps))
     finally:
         redis.stop()

@@ -66,7 +66,9 @@ async def bench() -> AsyncIterator[Bench]:
     )
     session = FakeSession()
     dispatcher.on_ready(session, SERVED)
-    settings = HousekeeperSettings(queue_ttl_s=60, no_worker_timeout_s=10, heartbeat_s=1, heartbeat_ttl_s=5)
+    settings = HousekeeperSettings(
+        queue_ttl_s=60, no_worker_timeout_s=10, heartbeat_s=1, heartbeat_ttl_s=5, store_wait_s=30
+    )
     housekeeper = Housekeeper(dispatcher, queue, Unlimited(), fleet, store, metrics, clock, drain_rate, settings)
     yield Bench(housekeeper, dispatcher, queue, clock, fleet, session, background)
     await background.close()
