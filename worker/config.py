@@ -53,10 +53,15 @@ class WorkerSettings(Settings):
         "(prefixes shared, new requests first, long ones yield)",
     )
     step_budget_ms: float = Field(
-        50.0, gt=0, description="a step's length while prompts are computed, mode full; less shortens every pause"
+        50.0,
+        gt=0,
+        description="a step's length while prompts are computed, mode full; less shortens every pause. Up to "
+        "first_chunk_ms where an eighth of it would not pay for what a step takes whatever it computes",
     )
     first_chunk_ms: float = Field(
-        100.0, ge=0, description="a new request's wait until long ones make way for it, mode full"
+        100.0,
+        ge=0,
+        description="a new request's wait until long ones make way for it, and a step's longest time, mode full",
     )
     long_after_steps: int = Field(
         128, ge=1, description="decode steps without a break after which a request yields to new ones, mode full"

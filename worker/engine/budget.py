@@ -10,6 +10,10 @@ from worker.engine.cost_model import CostModel, StepLoad, chunk_kv_tokens
 MIN_CHUNK_SHARE = 0.25
 """Of a step's time, kept for chunks even if the decodes take all of it: prompts advance, and gaps stay bounded."""
 
+MAX_FIXED_SHARE = 0.125
+"""Of a step's time, what it takes whatever it computes. Where that would be more, steps are longer than the budget, for
+they would spend their time on reading weights; but not longer than a newcomer may wait for its first chunk."""
+
 
 class Budget(Protocol):
     """One step's budget: opened with the decodes, which ride in any case, then taken from chunk by chunk."""
@@ -71,11 +75,15 @@ class TokenBudget:
 
 
 class TimeBudget:
-    """A number of seconds by the cost model, and of tokens, which bounds the step's memory."""
+    """A number of seconds by the cost model, and of tokens, which bounds the step's memory.
+
+    It is `step_budget_s`, and up to `first_chunk_s` where a step's fixed costs would be too large a share of it.
+    """
 
     def __init__(self, config: SchedulerConfig) -> None:
         self.cost = CostModel()
         self._budget_s = config.step_budget_s
+        self._longest_s = config.first_chunk_s
         self._max_tokens = config.max_num_batched_tokens
         self._load = StepLoad(0, 0, 0)
         self._left = 0
@@ -85,7 +93,8 @@ class TimeBudget:
         """See Budget."""
         self._load = StepLoad(num_decodes, num_kv_tokens, num_decodes)
         self._left = self._max_tokens - num_decodes
-        self._left_s = max(self._budget_s - self.cost.predict(self._load), MIN_CHUNK_SHARE * self._budget_s)
+        budget_s = max(self._budget_s, min(self._longest_s, self.cost.fixed_s / MAX_FIXED_SHARE))
+        self._left_s = max(budget_s - self.cost.predict(self._load), MIN_CHUNK_SHARE * budget_s)
 
     def take(self, start: int, wanted: int, *, is_new_row: bool = True, is_first: bool = False) -> int:
         """See Budget."""

@@ -53,6 +53,11 @@ class CostModel:
         self._moments = [[0.0] * 4 for _ in range(4)]
         self._targets = [0.0] * 4
 
+    @property
+    def fixed_s(self) -> float:
+        """Seconds that a step takes whatever it computes: all weights are read once."""
+        return self._coefficients[0]
+
     def predict(self, load: StepLoad) -> float:
         """Seconds that a step of this load should take."""
         return sum(c * x for c, x in zip(self._coefficients, _features(load), strict=True))

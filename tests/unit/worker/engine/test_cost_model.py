@@ -103,7 +103,7 @@ def test_a_forgetting_that_forgets_all_or_nothing_is_refused(forgetting: float) 
 
 
 def test_a_time_budget_grants_what_the_model_says_and_keeps_a_share_for_chunks() -> None:
-    budget = TimeBudget(SchedulerConfig(8, 512, 512, step_budget_s=0.05))
+    budget = TimeBudget(SchedulerConfig(8, 512, 512, step_budget_s=0.05, first_chunk_s=0.05))
     budget.cost = fitted()
     budget.open(32, 32 * 500)
     left_s = 0.05 - budget.cost.predict(StepLoad(32, 32 * 500, 32))

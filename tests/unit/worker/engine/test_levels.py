@@ -86,7 +86,11 @@ def cost_s(batch: Batch) -> float:
     return 0.01 + 4e-4 * batch.num_tokens + 1e-7 * kv_tokens + 1e-4 * len(batch.rows)
 
 
-def test_no_gap_between_tokens_grows_while_a_prompt_of_thousands_of_tokens_is_computed() -> None:
+@pytest.mark.parametrize(("fixed_s", "longest_s"), [(0.004, 0.05), (0.01, 0.08), (0.03, 0.1)])
+def test_no_gap_between_tokens_grows_while_a_prompt_of_thousands_of_tokens_is_computed(
+    fixed_s: float, longest_s: float
+) -> None:
+    """Steps keep to the budget, and where each costs much whatever it computes, to the time of a first chunk."""
     rig = EngineRig(
         num_blocks=600,
         block_size=16,
@@ -96,7 +100,7 @@ def test_no_gap_between_tokens_grows_while_a_prompt_of_thousands_of_tokens_is_co
         context_length=9000,
         prefix_cache=False,
     )
-    rig.cost_s = cost_s
+    rig.cost_s = lambda batch: cost_s(batch) - 0.01 + fixed_s
     for index in range(4):
         rig.submit(f"chat{index}", [index], 300)
     for _ in range(20):
@@ -108,8 +112,8 @@ def test_no_gap_between_tokens_grows_while_a_prompt_of_thousands_of_tokens_is_co
         stats = rig.step()
         gaps.append(rig.now_s - before)
         assert stats.num_decodes >= 4, "decodes ride in every step"
-    assert max(gaps[5:]) <= 0.05 * 1.02
-    assert sum(gap > 0.045 for gap in gaps) > 0.9 * len(gaps), "and the budget is used"
+    assert max(gaps[5:]) <= longest_s * 1.02
+    assert sum(gap > 0.9 * longest_s for gap in gaps) > 0.8 * len(gaps), "and the budget is used"
 
 
 def test_newcomers_start_within_their_time_while_a_huge_prompt_is_computed() -> None:
