@@ -33,6 +33,7 @@ from gateway.rpc.admin_service import AdminService, AdminSettings
 from gateway.rpc.dialer import WorkerDialer
 from gateway.rpc.endings import Endings
 from gateway.rpc.worker_session import SessionSettings
+from gateway.store.connection import Trunk
 from gateway.store.redis_jobs import RedisJobStore
 from gateway.store.redis_journal import RedisJournal
 from gateway.store.redis_ledger import RedisLedger
@@ -73,11 +74,12 @@ class GatewayApp:
         self._background = Background(self._on_crash)
         self._store = StoreHealth(metrics, self._changed.set)
         self.fleet = Fleet(clock.monotonic, settings.default_model, self._changed.set)
+        trunk = Trunk(redis_url, timeout_s=settings.store_timeout_s)
         self.queue = RedisQueue(
-            redis_url, pool=settings.pool, gateway_id=self.gateway_id, settings=_queue_settings(settings)
+            trunk, pool=settings.pool, gateway_id=self.gateway_id, settings=_queue_settings(settings)
         )
         self.limiter = RedisLimiter(
-            redis_url,
+            trunk,
             pool=settings.pool,
             gateway_id=self.gateway_id,
             clock=clock,
@@ -117,7 +119,7 @@ class GatewayApp:
         )
         self._books = Bookkeeper(
             RedisLedger(
-                redis_url,
+                trunk,
                 pool=settings.pool,
                 gateway_id=self.gateway_id,
                 max_records=settings.ledger_max_records,
@@ -130,9 +132,7 @@ class GatewayApp:
             choose_id=lambda: random.randbytes(12).hex(),
         )
         self._resumption = Resumption(
-            RedisJournal(
-                redis_url, pool=settings.pool, ttl_s=settings.journal_ttl_s, timeout_s=settings.store_timeout_s
-            ),
+            RedisJournal(trunk, pool=settings.pool, ttl_s=settings.journal_ttl_s, timeout_s=settings.store_timeout_s),
             self.dispatcher,
             self.fleet,
             self._store,
@@ -177,7 +177,7 @@ class GatewayApp:
             random=random,
         )
         jobs = RedisJobStore(
-            redis_url,
+            trunk,
             pool=settings.pool,
             ttl_s=settings.job_ttl_s,
             max_jobs=settings.max_jobs_per_tenant,

@@ -88,8 +88,8 @@ class Script:
         return f"Script({self._name})"
 
 
-class Link:
-    """Runs a store's scripts. A call that was sent runs to its end even if its caller is cancelled.
+class Trunk:
+    """The connection that links share: what all of them send in one turn of the loop is written together.
 
     Made without I/O; belongs to one event loop. It connects with the first call, and anew with the first one after the
     connection broke; what was sent until then is told so and not sent again.
@@ -97,23 +97,49 @@ class Link:
 
     def __init__(self, url: str, *, timeout_s: float) -> None:
         """`timeout_s`: for connecting, and for each reply. Raises ValueError if the URL makes no sense."""
+        self.url = url
+        self.num_links = 0
         self._timeout_s = timeout_s
         self._pool = _pool(url, 1, timeout_s, None)
         self._wire: Wire | None = None
-        self._steps: set[asyncio.Task[Any]] = set()
 
     @property
     def heard_at(self) -> float:
         """When the store has answered last, or was asked first after that; the loop's time, 0 if never."""
         return 0.0 if self._wire is None else self._wire.heard_at
 
-    def send(self, script: Script, keys: Sequence[str], arguments: Sequence[Argument]) -> asyncio.Future[Any]:
-        """Sends a script now. The reply fails with UnavailableError(STORE_UNAVAILABLE) if the store is out of reach."""
+    def wire(self) -> Wire:
+        """The connection, a new one if the last is over."""
         if self._wire is None or self._wire.is_over:
             address = self._pool.make_connection()  # type: ignore[no-untyped-call]
             self._wire = Wire(address, self._timeout_s)
+        return self._wire
+
+    async def leave(self) -> None:
+        """A link closes; with the last one, and after its replies, the connection ends."""
+        self.num_links -= 1
+        if self.num_links == 0 and self._wire is not None:
+            await self._wire.close()
+
+
+class Link:
+    """Runs a store's scripts. A call that was sent runs to its end even if its caller is cancelled."""
+
+    def __init__(self, store: str | Trunk, *, timeout_s: float) -> None:
+        """`store`: its URL, or a connection that others use too; `timeout_s` is that of a connection of its own."""
+        self._trunk = Trunk(store, timeout_s=timeout_s) if isinstance(store, str) else store
+        self._trunk.num_links += 1
+        self._steps: set[asyncio.Task[Any]] = set()
+
+    @property
+    def heard_at(self) -> float:
+        """When the store has answered last, or was asked first after that; the loop's time, 0 if never."""
+        return self._trunk.heard_at
+
+    def send(self, script: Script, keys: Sequence[str], arguments: Sequence[Argument]) -> asyncio.Future[Any]:
+        """Sends a script now. The reply fails with UnavailableError(STORE_UNAVAILABLE) if the store is out of reach."""
         reply = asyncio.get_running_loop().create_future()
-        self._wire.send(("EVALSHA", script.digest), Call(script.source, (len(keys), *keys, *arguments), reply))
+        self._trunk.wire().send(("EVALSHA", script.digest), Call(script.source, (len(keys), *keys, *arguments), reply))
         return reply
 
     def start(self, step: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
@@ -134,7 +160,6 @@ class Link:
             await asyncio.wait(self._steps)
 
     async def close(self) -> None:
-        """Waits for the calls that are under way, and ends the connection."""
+        """Waits for what was started, and ends the connection if nobody else uses it."""
         await self.finish_steps()
-        if self._wire is not None:
-            await self._wire.close()
+        await self._trunk.leave()

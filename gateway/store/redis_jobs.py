@@ -8,7 +8,7 @@ from typing import Any
 from common.errors import LimitExceededError
 from common.types import JobState, Reason
 from gateway.jobs import Job, JobEnd, JobRun
-from gateway.store.connection import Argument, Link, Script, text
+from gateway.store.connection import Argument, Link, Script, Trunk, text
 from gateway.store.keys import PoolKeys
 
 _TIMEOUT_S = 2.0
@@ -29,12 +29,14 @@ _FIELDS = (
 class RedisJobStore:
     """The `JobStore` of a pool. Made without I/O; belongs to one event loop."""
 
-    def __init__(self, url: str, *, pool: str, ttl_s: float, max_jobs: int, timeout_s: float = _TIMEOUT_S) -> None:
+    def __init__(
+        self, store: str | Trunk, *, pool: str, ttl_s: float, max_jobs: int, timeout_s: float = _TIMEOUT_S
+    ) -> None:
         """`ttl_s`: how long a job is kept after its end; `max_jobs`: of one tenant, ended ones included."""
         self._keys = PoolKeys(pool)
         self._ttl_ms = round(ttl_s * 1000)
         self._max_jobs = max_jobs
-        self._link = Link(url, timeout_s=timeout_s)
+        self._link = Link(store, timeout_s=timeout_s)
         self._scripts = {name: Script(f"job_{name}", ("job_common",)) for name in _SCRIPTS}
 
     async def submit(self, tenant: str, job_id: str, request: bytes, digest: str) -> bool:

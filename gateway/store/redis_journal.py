@@ -7,7 +7,7 @@ from typing import Any
 
 from common.types import FinishReason, PositionLogprobs, TokenLogprob
 from gateway.journal import Adopted, Passage
-from gateway.store.connection import Argument, Link, Script, text
+from gateway.store.connection import Argument, Link, Script, Trunk, text
 from gateway.store.keys import PoolKeys
 
 _TIMEOUT_S = 2.0
@@ -17,11 +17,11 @@ _SCRIPTS = ("journal_create", "journal_adopt", "journal_append", "journal_forget
 class RedisJournal:
     """The `Journal` of a pool. Made without I/O; belongs to one event loop."""
 
-    def __init__(self, url: str, *, pool: str, ttl_s: float, timeout_s: float = _TIMEOUT_S) -> None:
+    def __init__(self, store: str | Trunk, *, pool: str, ttl_s: float, timeout_s: float = _TIMEOUT_S) -> None:
         """`ttl_s`: how long a journal is kept after its last change."""
         self._keys = PoolKeys(pool)
         self._ttl_ms = round(ttl_s * 1000)
-        self._link = Link(url, timeout_s=timeout_s)
+        self._link = Link(store, timeout_s=timeout_s)
         self._scripts = {name: Script(name, ()) for name in _SCRIPTS}
 
     async def create(self, request_id: str, *, request: str, digest: str) -> int | None:

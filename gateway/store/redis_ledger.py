@@ -10,7 +10,7 @@ from typing import Any
 
 from common.errors import UnavailableError
 from gateway.ledger import UsageRecord
-from gateway.store.connection import Argument, Link, Script
+from gateway.store.connection import Argument, Link, Script, Trunk
 from gateway.store.keys import PoolKeys
 
 _TIMEOUT_S = 2.0
@@ -59,7 +59,7 @@ class RedisLedger:
     """The `Ledger` of one gateway. A record is taken from the hash and put into the stream in one script."""
 
     def __init__(
-        self, url: str, *, pool: str, gateway_id: str, max_records: int, timeout_s: float = _TIMEOUT_S
+        self, store: str | Trunk, *, pool: str, gateway_id: str, max_records: int, timeout_s: float = _TIMEOUT_S
     ) -> None:
         """`max_records`: the stream's length, beyond which the oldest records go."""
         keys = PoolKeys(pool)
@@ -67,7 +67,7 @@ class RedisLedger:
         self._keys = [keys.ledger, keys.ledger_owners, keys.open_records(gateway_id), keys.prefix + "gateways"]
         self._gateway_id = gateway_id
         self._max_records = max_records
-        self._link = Link(url, timeout_s=timeout_s)
+        self._link = Link(store, timeout_s=timeout_s)
         self._scripts = {name: Script(name, ()) for name in _SCRIPTS}
         self._opens = _Together(self._open)
         self._closes = _Together(self._close)

@@ -15,7 +15,7 @@ from common.types import Reason
 from gateway.admission.limiter import Cost, OverLimitError
 from gateway.admission.limits import Remaining, TenantLimits
 from gateway.admission.shares import NOTHING, Amounts, Use
-from gateway.store.connection import Argument, Link, Script, microseconds, read_script, text
+from gateway.store.connection import Argument, Link, Script, Trunk, microseconds, read_script, text
 from gateway.store.keys import PoolKeys
 from gateway.store.limiter_accounts import Account, Reservation, amounts_of, limit_arguments, refusal_of, use_arguments
 
@@ -46,7 +46,7 @@ class RedisLimiter:
 
     def __init__(
         self,
-        url: str,
+        store: str | Trunk,
         *,
         pool: str,
         gateway_id: str,
@@ -66,7 +66,7 @@ class RedisLimiter:
         self._clock = clock
         self._uniform = uniform
         self._on_share_used = on_share_used
-        self._link = Link(url, timeout_s=bounds.timeout_s)
+        self._link = Link(store, timeout_s=bounds.timeout_s)
         names = ("reserve", "settle", "renew", "share", "leave_shares")
         self._scripts = {name: Script(name, _PRELUDES, read_script) for name in names}
         self._accounts: dict[str, Account] = {}

@@ -11,7 +11,7 @@ from typing import Any
 from common.errors import DuplicateRequestError, LimitExceededError, QuotaViolation, UnavailableError
 from common.types import Band
 from gateway.queueing.queue import Claim, Flow, InboxMessage, Place, QueueDepth, QueueEntry, WorkerRecord, WorkerReport
-from gateway.store.connection import Argument, Link, Script, microseconds, read_script, text
+from gateway.store.connection import Argument, Link, Script, Trunk, microseconds, read_script, text
 from gateway.store.inbox import Inbox
 from gateway.store.keys import PoolKeys
 
@@ -70,21 +70,23 @@ class RedisQueue:
 
     def __init__(
         self,
-        url: str,
+        store: str | Trunk,
         *,
         pool: str,
         gateway_id: str,
         settings: QueueSettings | None = None,
         read_script: Callable[[str], str] = read_script,
     ) -> None:
-        """`read_script` gives the text of a script by its name."""
+        """`store`: its URL, or a connection that is shared; `read_script` gives the text of a script by its name."""
         self._settings = settings or QueueSettings()
         self._gateway_id = gateway_id
         self._keys = PoolKeys(pool)
         self._pool_keys = self._keys.pool_keys()
         bounds = self._settings
-        self._link = Link(url, timeout_s=bounds.timeout_s)
-        self._inbox = Inbox(url, self._keys.inbox(gateway_id), timeout_s=bounds.timeout_s)
+        self._link = Link(store, timeout_s=bounds.timeout_s)
+        self._inbox = Inbox(
+            store if isinstance(store, str) else store.url, self._keys.inbox(gateway_id), timeout_s=bounds.timeout_s
+        )
         self._scripts = {name: Script(name, _PRELUDES, read_script) for name in _SCRIPT_NAMES}
         self._scripts["dispatch"] = Script("dispatch", (*_PRELUDES, "credit"), read_script)
         self._live: set[str] = set()  # enqueued here and not finished
