@@ -126,6 +126,10 @@ def markdown_table(rows: Sequence[Sequence[str]]) -> str:
     return "\n".join("| " + " | ".join(row) + " |" for row in (header, rule, *body))
 
 
+PAGE = Path("docs") / "performance.md"
+"""Where commands leave their figures, from the project's folder."""
+
+
 def replace_block(path: Path, name: str, body: str) -> None:
     """Replaces what stands between `<!-- begin NAME -->` and `<!-- end NAME -->` in a document.
 

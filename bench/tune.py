@@ -19,6 +19,7 @@ from bench.load.summary import Distribution
 from bench.modes.summary import NOISE
 from bench.modes.trial import Server, Setting, Trial, TrialError
 from bench.modes.workloads import MIXES, mix
+from bench.report import PAGE, machine, markdown_table, replace_block
 
 if TYPE_CHECKING:
     from bench.modes.session import OpenModel
@@ -152,6 +153,21 @@ def curve(tried: Sequence[Measured], target: Target) -> Table:
     return table
 
 
+def page_block(tried: Sequence[Measured], target: Target, workload: str, scale: float, num_threads: int) -> str:
+    """The curve and what follows from it, for the performance page."""
+    best = recommend(tried, target)
+    rows = [["", "max_num_seqs", "max_num_batched_tokens", "block_size", "TTFT P99 ms", "TPOT P99 ms", "tokens/s"]]
+    for each in tried:
+        cells = [str(value) for value in asdict(each.candidate).values()]
+        latencies = [f"{each.p99_ttft_ms:.0f}", f"{each.p99_tpot_ms:.1f}", f"{each.output_rate:.1f}"]
+        rows.append(["recommended" if each is best else "", *cells, *latencies])
+    facts = (
+        f"Measured {datetime.now(UTC):%Y-%m-%d} on {machine()}; {num_threads} threads; workload {workload}, lengths "
+        f"times {scale:g}.\nCommand: `python -m bench tune --ttft {target.ttft_ms:g} --tpot {target.tpot_ms:g} --page`"
+    )
+    return f"{facts}\n\n{markdown_table(rows)}\n\n{advice(tried, target)}"
+
+
 def drift(first: Measured, again: Measured) -> float:
     """By what share the rate of the same candidate changed in the course of the search; other work is to blame."""
     low, high = sorted((first.output_rate, again.output_rate))
@@ -180,6 +196,7 @@ def tune(
     max_seqs: Annotated[int, typer.Option(min=1, max=64, help="Largest max_num_seqs that is tried.")] = 64,
     seed: Annotated[int, typer.Option(help="The same seed makes the same requests.")] = 0,
     output: Annotated[Path | None, typer.Option("--output", "-o", help="File of the results, JSON.")] = None,
+    page: Annotated[bool, typer.Option("--page", help=f"Write the curve into {PAGE}.")] = False,
 ) -> None:
     """Find max_num_seqs, token budget and block size for latencies that shall be kept, on this machine.
 
@@ -189,6 +206,8 @@ def tune(
     """
     if workload not in MIXES:
         raise typer.BadParameter(f"--workload {workload!r}: allowed are {', '.join(MIXES)}")
+    if page and not PAGE.is_file():
+        raise typer.BadParameter(f"--page writes into {PAGE}, which is not here: run it in the project's folder")
     console = Console()
     target = Target(ttft, tpot)
     grid = Grid(sizes=[size for size in SIZES if size <= max_seqs])
@@ -232,6 +251,8 @@ def tune(
         _tell(console, tried, target, output, workload, changed, is_whole=is_whole)
     if not is_whole:
         raise typer.Exit(EXIT_INTERRUPTED)
+    if page:
+        replace_block(PAGE, "tune", page_block(tried, target, workload, scale, threads))
     if recommend(tried, target) is None:
         raise typer.Exit(EXIT_FAILED)
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import shlex
+import sys
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated
@@ -18,6 +20,7 @@ from bench.load.scrape import Endpoints
 from bench.load.session import Options, measure
 from bench.load.shapes import WORKLOADS
 from bench.load.tenants import Sender, TenantsError, load_senders, parse_bands, parse_sender
+from bench.report import PAGE
 from bench.traces import Trace, TraceError, load_trace, parse_range
 from client import ClientError
 from common.clock import SystemClock
@@ -120,6 +123,7 @@ def load(
     output: Annotated[Path | None, typer.Option("--output", "-o", help="Folder of the results.")] = None,
     save_detailed: Annotated[bool, typer.Option("--save-detailed", help="Every gap between deliveries too.")] = False,
     no_plots: Annotated[bool, typer.Option("--no-plots", help="JSON only.")] = False,
+    page: Annotated[bool, typer.Option("--page", help=f"Write the figures into {PAGE}.")] = False,
 ) -> None:
     """Put load on a gateway and draw what came of it.
 
@@ -128,6 +132,8 @@ def load(
     """
     if not no_plots and not can_draw():
         raise typer.BadParameter(MISSING_PICTURES)
+    if page and not PAGE.is_file():
+        raise typer.BadParameter(f"--page writes into {PAGE}, which is not here: run it in the project's folder")
     clock = SystemClock()
     try:
         the_workload: str | Trace = workload if workload in WORKLOADS else _trace(workload, rows, seed)
@@ -172,6 +178,7 @@ def load(
             is_local=local,
             is_detailed=save_detailed,
             has_pictures=not no_plots,
+            command=shlex.join(["python", "-m", "bench", *sys.argv[1:]]) if page else "",
         )
     except (TraceError, TenantsError, GoodputError, PlanError) as error:
         raise typer.BadParameter(str(error)) from error

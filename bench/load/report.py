@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import importlib.util
 from collections.abc import Iterable, Mapping, Sequence
+from datetime import UTC, datetime
 from html import escape
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from bench.load.campaign import Run
 from bench.load.goodput import CapacitySearch, Judged
 from bench.load.results import Setup, file_name, run_document, sweep_document, write_json
 from bench.load.summary import GROUPINGS, summarize_by
+from bench.report import machine, markdown_table
 
 MISSING_PICTURES = "pictures need matplotlib: install the extra 'bench' (pip install -e '.[bench]'), or give --no-plots"
 _STYLE = """
@@ -126,6 +128,23 @@ def html(
     body = "\n".join(parts)
     head = f'<meta charset="utf-8"><title>Load on {escape(setup.model)}</title><style>{_STYLE}</style>'
     return f"<!doctype html>\n<html lang='en'><head>{head}</head>\n<body>\n{body}\n</body></html>\n"
+
+
+def markdown(
+    runs: Sequence[Run], setup: Setup, search: CapacitySearch | None, tried: Sequence[Judged], command: str
+) -> str:
+    """The block of the performance page."""
+    rows = [["ms where not said otherwise", *(name for name, _, _ in _COLUMNS)]]
+    for run in runs:
+        rows.append([run.point.label, *(_cell(run.figures.get(key), decimals) for _, key, decimals in _COLUMNS)])
+    facts = (
+        f"Measured {datetime.now(UTC):%Y-%m-%d} on {machine()}; {setup.model}; good: {setup.rule}; lengths times "
+        f"{setup.workload.get('length_scale', 1)}.\nCommand: `{command}`"
+    )
+    parts = [facts, markdown_table(rows), *warnings(runs)]
+    if search is not None:
+        parts.append(capacity_line(search, tried, setup))
+    return "\n\n".join(parts)
 
 
 def warnings(runs: Iterable[Run]) -> list[str]:

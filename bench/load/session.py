@@ -18,12 +18,13 @@ from bench.load.campaign import Campaign, Conditions
 from bench.load.display import Display, figures_table
 from bench.load.goodput import CapacitySearch, GoodputRule, Judged
 from bench.load.plan import DEFAULT_REQUESTS, Plan, Point, Source
-from bench.load.report import capacity_line, warnings, write_all
+from bench.load.report import capacity_line, markdown, warnings, write_all
 from bench.load.results import Setup
 from bench.load.scrape import Endpoints
 from bench.load.shapes import Caps, Fitted, fit
 from bench.load.target import Gateway
 from bench.load.tenants import Sender, TenantsError, describe, local_tenants
+from bench.report import PAGE, replace_block
 from bench.traces import Trace
 from client import Model
 from common.clock import Clock
@@ -66,6 +67,7 @@ class Options:
     is_local: bool = False
     is_detailed: bool = False
     has_pictures: bool = True
+    command: str = ""  # to be named on the performance page, where the figures then go; empty: nothing goes there
 
 
 async def measure(options: Options, console: Console, clock: Clock) -> bool:
@@ -138,6 +140,8 @@ def _write(options: Options, console: Console, campaign: Campaign, setup: Setup,
     console.print(figures_table(campaign.runs))
     for line in warnings(campaign.runs):
         console.print(line, style="yellow", markup=False, highlight=False)
+    if options.command and all(run.is_whole for run in campaign.runs):
+        replace_block(PAGE, "load", markdown(campaign.runs, setup, options.search, tried, options.command))
     if options.search is not None:
         console.print(capacity_line(options.search, tried, setup), style="bold", highlight=False)
     console.print(f"Written: {first}", highlight=False, soft_wrap=True)

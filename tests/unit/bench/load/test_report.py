@@ -11,7 +11,7 @@ import pytest
 from bench.load.goodput import CapacitySearch, Judged
 from bench.load.plan import Point
 from bench.load.record import INTERRUPTED
-from bench.load.report import capacity_line, html, warnings, write_all
+from bench.load.report import capacity_line, html, markdown, warnings, write_all
 from bench.load.results import file_name, run_document, surroundings
 from tests.unit.bench.load.made import LOW, RULE, SETUP, completed, ended_badly, run_of
 
@@ -89,6 +89,16 @@ def test_everything_is_written(tmp_path: Path) -> None:
     assert "model &lt;1&gt;" in text
     assert "<1>" not in text
     assert json.loads((page.parent / "sweep.json").read_text())["capacity"]["request_rate"] == 1.0
+
+
+def test_the_page_has_a_row_for_each_run_and_says_what_failed_and_what_is_served() -> None:
+    text = markdown(
+        RUNS, SETUP, CapacitySearch(1.0), [Judged(1.0, 1.0), Judged(2.0, 0.2)], "python -m bench load mixed"
+    )
+    assert "`python -m bench load mixed`" in text
+    assert "| rate 1 | 10 | 9 | 1 | 1 |" in text
+    assert "RESOURCE_EXHAUSTED/QUEUE_FULL" in text
+    assert "Capacity: 1 requests/s" in text
 
 
 @pytest.mark.usefixtures("_coarse")

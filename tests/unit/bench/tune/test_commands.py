@@ -24,10 +24,14 @@ def run(*arguments: str) -> Result:
     return CliRunner().invoke(app, arguments)
 
 
-def test_tune_recommends_what_it_measured(folder: Path, tmp_path: Path) -> None:
+def test_tune_recommends_what_it_measured(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    page = tmp_path / "docs" / "performance.md"
+    page.parent.mkdir()
+    page.write_text("before\n<!-- begin tune -->\nNot measured yet.\n<!-- end tune -->\nafter\n")
     path = tmp_path / "tune.json"
     options = ["--model", str(folder), "--scale", "0.1", "--kv-cache-mib", "8", "--threads", "1", "--max-seqs", "2"]
-    result = run("tune", "--ttft", "100000", "--tpot", "100000", *options, "-o", str(path))
+    result = run("tune", "--ttft", "100000", "--tpot", "100000", "--page", *options, "-o", str(path))
     assert result.exit_code == 0, result.output
     document = json.loads(path.read_text())
     assert document["is_whole"]
@@ -36,6 +40,13 @@ def test_tune_recommends_what_it_measured(folder: Path, tmp_path: Path) -> None:
     best = document["recommended"]["candidate"]
     assert f"TIDEGATE_WORKER_MAX_NUM_SEQS={best['max_num_seqs']} " in result.output.replace("\n", " ")
     assert {each["candidate"]["block_size"] for each in document["tried"]} == {8, 16, 32}
+    written = page.read_text()
+    assert (
+        f"| recommended | {best['max_num_seqs']} | {best['max_num_batched_tokens']} | {best['block_size']} |" in written
+    )
+    assert written.count("| 512 | 16 |") >= 1
+    assert written.startswith("before\n")
+    assert written.endswith("after\n")
 
 
 def test_modes_writes_figures_of_all_five(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
