@@ -77,6 +77,14 @@ MaxTokens = Annotated[int | None, typer.Option("--max-tokens", "-n", min=1, help
 Seed = Annotated[int | None, typer.Option(min=0, max=2**64 - 1, help="The same seed gives the same answer.")]
 Stop = Annotated[list[str] | None, typer.Option(help="Ends the answer before this text; may be given up to 16 times.")]
 
+Window = Annotated[
+    int | None,
+    typer.Option("--kv-window-tokens", min=1, help="Tokens that a token sees of its own sequence."),
+]
+Sinks = Annotated[
+    int | None, typer.Option("--kv-sink-tokens", min=0, help="First tokens that stay visible besides the window.")
+]
+
 DEFAULT_ADDRESS = "127.0.0.1:50051"
 
 
@@ -110,6 +118,8 @@ def chat(
     max_tokens: MaxTokens = None,
     seed: Seed = None,
     stop: Stop = None,
+    kv_window_tokens: Window = None,
+    kv_sink_tokens: Sinks = None,
     timeout: TimeoutS = None,
     tls: Tls = False,
     verbose: Verbose = False,
@@ -129,6 +139,8 @@ def chat(
         max_tokens=max_tokens,
         seed=seed,
         stop=stop or (),
+        kv_window_tokens=kv_window_tokens,
+        kv_sink_tokens=kv_sink_tokens,
     )
     with failures(), asyncio.Runner() as runner:
         client = runner.run(connect(address, api_key, tls))
@@ -161,6 +173,8 @@ def complete(
     max_tokens: MaxTokens = None,
     seed: Seed = None,
     stop: Stop = None,
+    kv_window_tokens: Window = None,
+    kv_sink_tokens: Sinks = None,
     timeout: TimeoutS = None,
     tls: Tls = False,
     verbose: Verbose = False,
@@ -177,6 +191,8 @@ def complete(
         max_tokens=max_tokens,
         seed=seed,
         stop=stop or (),
+        kv_window_tokens=kv_window_tokens,
+        kv_sink_tokens=kv_sink_tokens,
     )
 
     async def ask(client: Client) -> None:

@@ -59,6 +59,8 @@ class Sampling:
     stop_token_ids: Sequence[int] = ()
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     ignore_eos: bool = False
+    kv_window_tokens: int | None = None
+    kv_sink_tokens: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import Enum, IntEnum
 
+from common.window import Window, Windows, max_tokens, narrow, num_held_blocks, widest
+
 
 class Band(IntEnum):
     """Priority class of a tenant; the smaller number is served first. Values equal the wire's."""
@@ -85,6 +87,13 @@ class SamplingParams:
     logit_bias: tuple[tuple[int, float], ...] = ()
     logprobs: int | None = None  # None: no log probabilities at all
     ignore_eos: bool = False
+    kv_window_tokens: int | None = None  # None: all that the model sees
+    kv_sink_tokens: int = 0
+
+    @property
+    def window(self) -> Window | None:
+        """What a token may see of its own sequence, if that is limited."""
+        return None if self.kv_window_tokens is None else Window(self.kv_window_tokens, self.kv_sink_tokens)
 
 
 GREEDY_TEMPERATURE = 1e-5
@@ -126,6 +135,26 @@ class ModelLimits:
     block_size: int  # tokens per KV block
     num_blocks: int  # usable by requests in total
     max_num_seqs: int  # running requests at most
+    windows: Windows = (None,)  # what the layers of each block table see
+    max_chunk_tokens: int = 1  # of one request in a step
+
+    @property
+    def max_window_tokens(self) -> int:
+        """The widest window that a request can ask for."""
+        return min(self.context_length, widest(self.windows) or self.context_length)
+
+    def narrowed(self, window: Window | None) -> Windows:
+        """What the layers of each block table see of a request with such a window of its own, or without."""
+        return tuple(narrow(own, window) for own in self.windows)
+
+    def num_held_blocks(self, num_tokens: int, window: Window | None) -> int:
+        """Blocks that a request of so many tokens holds at a time; in a small pool its chunks are small."""
+        windows = self.narrowed(window)
+        return min(num_held_blocks(windows, num_tokens, self.max_chunk_tokens, self.block_size), self.num_blocks)
+
+    def max_kv_tokens(self, window: Window | None) -> int:
+        """Tokens of one request whose KV fits into the pool, one after the other where there is a window."""
+        return max_tokens(self.narrowed(window), self.num_blocks, self.block_size)
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -46,10 +47,41 @@ class Window:
 Windows = tuple[Window | None, ...]
 """What the layers of each block table see; None: everything."""
 
+DEFAULT_SINKS = 4
+
+UNBOUNDED = 1 << 62
+"""More tokens than anybody has."""
+
 
 def narrow(own: Window | None, limit: Window | None) -> Window | None:
     """The narrower of the two; `limit` must be really narrower, for its sinks are for tokens that the model misses."""
     return limit if limit is not None and (own is None or limit.num_tokens < own.num_tokens) else own
+
+
+def salt_of(salt: str, window: Window | None) -> str:
+    """A prefix cache's salt for requests with such a window of their own: what later layers keep of a token depends on
+    what earlier ones saw, so their blocks are not those of other requests."""
+    return salt if window is None else f"{salt}\0window {window.num_tokens}+{window.num_sinks}"
+
+
+def num_held_blocks(windows: Windows, num_tokens: int, max_chunk_tokens: int, block_size: int) -> int:
+    """Blocks in all tables that a request of so many tokens holds at a time at most."""
+    most = -(-num_tokens // block_size)
+    return sum(
+        most if window is None else min(most, window.max_blocks(max(1, max_chunk_tokens), block_size))
+        for window in windows
+    )
+
+
+def max_tokens(windows: Windows, num_blocks: int, block_size: int) -> int:
+    """Tokens of one request whose KV fits into so many blocks, one after the other where there is a window."""
+
+    def needed(count: int) -> int:
+        return num_held_blocks(windows, count * block_size, 1, block_size)
+
+    if None not in windows and needed(UNBOUNDED) <= num_blocks:
+        return UNBOUNDED
+    return block_size * (bisect_right(range(1, num_blocks + 1), num_blocks, key=needed))
 
 
 def widest(windows: Iterable[Window | None]) -> int | None:

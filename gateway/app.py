@@ -227,7 +227,7 @@ class GatewayApp:
             tenants,
             endings,
             clock,
-            AdminSettings(self.gateway_id, settings.credit_output_tokens),
+            AdminSettings(self.gateway_id),
             begin_drain=self.drain_wanted.set,
         )
         self._server.add(admin_service.SERVICE_NAME, admin_service.register, administration)

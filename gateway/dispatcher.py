@@ -174,10 +174,11 @@ class Dispatcher:
         workers = (
             s.worker_id for s in self._fleet.sessions if s.state is WorkerState.READY and s.limits.model == model
         )
+        sampling = live.request.sampling
+        num_left = min(sampling.max_tokens - len(live.output_token_ids), self._settings.credit_output_tokens)
         return live.queue_entry(
             self._settings.gateway_id,
-            credit_output_tokens=self._settings.credit_output_tokens,
-            max_pool_tokens=self._fleet.max_pool_tokens(model),
+            num_tokens_needed=self._fleet.num_credit_tokens(model, live.num_input_tokens + num_left, sampling.window),
             cached_blocks=self._prefixes.believed(live.prefix, workers),
         )
 
@@ -311,7 +312,7 @@ class Dispatcher:
         claim = live.claim
         if event.finish_reason is not None and claim is not None:
             tokens = (*live.request.prompt_token_ids, *live.output_token_ids, *event.token_ids)
-            whole = Prefix(tokens, live.request.tenant.cache_salt)
+            whole = Prefix(tokens, live.request.prefix_salt)
             self._prefixes.note(claim.worker_id, claim.worker_epoch, whole)
 
     def on_late_tokens(self, num_tokens: int) -> None:

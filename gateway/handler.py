@@ -250,14 +250,15 @@ class Handler:
         token_ids = await self._prompts.read(prompt, model)
         check_prompt_length(len(token_ids), model.limits)
         check_tenant_context(len(token_ids), tenant.limits)
-        self._fleet.check_fits(model, len(token_ids))
+        sampling = resolve_sampling(call.sampling, model.limits, len(token_ids), self._choose_seed, tenant.limits)
+        self._fleet.check_fits(model, len(token_ids), sampling.window)
         return ReadyRequest(
             request_id=_request_id(call) or self._choose_id(),
             tenant=tenant,
             band=effective_band(tenant.band, call.band),
             model=model,
             prompt_token_ids=token_ids,
-            sampling=resolve_sampling(call.sampling, model.limits, len(token_ids), self._choose_seed, tenant.limits),
+            sampling=sampling,
             stop=call.sampling.stop,
             return_token_ids=call.return_token_ids,
         )

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from common.types import Band, FinishReason, PositionLogprobs, SamplingParams, Usage
+from common.window import salt_of
 from gateway.admission.limits import Remaining
 from gateway.journal import Pen
 from gateway.lifecycle import Lifecycle, Outcome, RequestState
@@ -35,6 +36,11 @@ class ReadyRequest:
     def fleet_id(self) -> str:
         """Unique in the fleet."""
         return fleet_request_id(self.tenant.tenant_id, self.request_id)
+
+    @property
+    def prefix_salt(self) -> str:
+        """Workers find what it begins with only in blocks of requests with the same one."""
+        return salt_of(self.tenant.cache_salt, self.sampling.window)
 
     @property
     def flow(self) -> Flow:
@@ -74,7 +80,7 @@ class LiveRequest:
         self.record_id = ""  # in the ledger, once it is accepted
         self._heard_attempt = 0  # the latest that has made a token
         self.num_refusals = 0  # in a row, by workers without room
-        self.prefix = Prefix(request.prompt_token_ids, request.tenant.cache_salt)  # of its input in the present attempt
+        self.prefix = Prefix(request.prompt_token_ids, request.prefix_salt)  # of its input in the present attempt
         self.belief: Belief | None = None  # what its worker was thought to have cached of that, until it says so
         self.last_attempt = 0
         self.is_generated = False  # a worker has said its last word, which the client may not have read yet
@@ -107,13 +113,10 @@ class LiveRequest:
         self,
         owner: str,
         *,
-        credit_output_tokens: int,
-        max_pool_tokens: int | None,
+        num_tokens_needed: int,
         cached_blocks: Mapping[str, int] | None = None,
     ) -> QueueEntry:
-        """The request as the queue is to know it now. The credit is cut to the largest pool, so that it can be had."""
-        num_left = self.request.sampling.max_tokens - len(self.output_token_ids)
-        needed = self.num_input_tokens + min(num_left, credit_output_tokens)
+        """The request as the queue is to know it now."""
         return QueueEntry(
             request_id=self.fleet_id,
             owner=owner,
@@ -121,7 +124,7 @@ class LiveRequest:
             tenant=self.request.tenant.tenant_id,
             band=self.request.band,
             num_input_tokens=self.num_input_tokens,
-            num_tokens_needed=needed if max_pool_tokens is None else min(needed, max_pool_tokens),
+            num_tokens_needed=num_tokens_needed,
             weight=self.request.tenant.weight,
             attempt=self.last_attempt,
             is_resumed=self.is_resumed or self.num_losses > 0,
@@ -131,7 +134,7 @@ class LiveRequest:
     def renew_prefix(self) -> None:
         """Its next attempt begins with what it has produced."""
         tokens = (*self.request.prompt_token_ids, *self.output_token_ids)
-        self.prefix = Prefix(tokens, self.request.tenant.cache_salt)
+        self.prefix = Prefix(tokens, self.request.prefix_salt)
 
     def submission(self, attempt: int, now: float, *, may_hand_back: bool) -> Submission:
         """The next attempt, which goes on after the tokens received so far."""

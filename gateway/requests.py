@@ -10,6 +10,7 @@ from typing import TypeVar
 
 from common.errors import InvalidRequestError
 from common.types import Band, ModelLimits, Reason, SamplingParams
+from common.window import DEFAULT_SINKS
 from gateway.admission.limits import NO_LIMITS, TenantLimits
 
 _T = TypeVar("_T")
@@ -67,6 +68,8 @@ class SamplingWish:
     logit_bias: tuple[tuple[int, float], ...] = ()
     logprobs: int | None = None
     ignore_eos: bool = False
+    kv_window_tokens: int | None = None
+    kv_sink_tokens: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,6 +164,7 @@ def check_sampling(wish: SamplingWish, limits: ModelLimits) -> None:
             raise _bad("min_tokens", f"is {wish.min_tokens}; must be at most max_tokens, {most}")
     if wish.logprobs is not None and wish.logprobs > min(_MAX_LOGPROBS, limits.vocab_size):
         raise _bad("logprobs", f"is {wish.logprobs}; must be 0 to {min(_MAX_LOGPROBS, limits.vocab_size)}")
+    _check_window(wish, limits)
     _check_count("stop_token_ids", len(wish.stop_token_ids), _MAX_STOP_TOKEN_IDS)
     _check_ids("sampling.stop_token_ids", wish.stop_token_ids, limits)
     _check_count("stop", len(wish.stop), _MAX_STOP_STRINGS)
@@ -203,6 +207,8 @@ def resolve_sampling(
         logit_bias=wish.logit_bias,
         logprobs=wish.logprobs,
         ignore_eos=wish.ignore_eos,
+        kv_window_tokens=wish.kv_window_tokens,
+        kv_sink_tokens=_or(wish.kv_sink_tokens, min(DEFAULT_SINKS, wish.kv_window_tokens or 0)),
     )
 
 
@@ -221,6 +227,17 @@ def _bad(name: str, description: str) -> InvalidRequestError:
 
 def _empty(name: str, description: str) -> InvalidRequestError:
     return InvalidRequestError.of_field(name, description, Reason.EMPTY_PROMPT)
+
+
+def _check_window(wish: SamplingWish, limits: ModelLimits) -> None:
+    window, sinks = wish.kv_window_tokens, wish.kv_sink_tokens
+    if window is not None and not 1 <= window <= limits.max_window_tokens:
+        what = f"is {window}; must be 1 to {limits.max_window_tokens}, which is all that {limits.model} sees"
+        raise _bad("kv_window_tokens", what)
+    if sinks is not None and window is None:
+        raise _bad("kv_sink_tokens", f"is {sinks}; must be unset without kv_window_tokens")
+    if sinks is not None and window is not None and sinks > window:
+        raise _bad("kv_sink_tokens", f"is {sinks}; must be 0 to kv_window_tokens, {window}")
 
 
 def _check_count(name: str, count: int, most: int) -> None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from common.errors import InvalidRequestError, NotFoundError, UnavailableError
-from common.types import Reason
+from common.types import ModelLimits, Reason
+from common.window import Window, num_held_blocks
 from gateway.placement.model import ServedModel
 from gateway.placement.worker import WorkerSession, WorkerState
 
@@ -113,19 +114,30 @@ class Fleet:
             )
         return model
 
-    def check_fits(self, model: ServedModel, num_prompt_tokens: int) -> None:
-        """Raises InvalidRequestError(NEVER_FITS) if no worker's whole pool can hold the prompt and one more token."""
-        pools = [s.limits for s in self._sessions.values() if s.limits.model == model.limits.model] or [model.limits]
-        best = max(pools, key=lambda limits: limits.num_blocks * limits.block_size)
-        needed = -(-(num_prompt_tokens + 1) // best.block_size)
-        if needed > best.num_blocks:
+    def check_fits(self, model: ServedModel, num_prompt_tokens: int, window: Window | None) -> None:
+        """Raises InvalidRequestError(NEVER_FITS) if no worker's whole pool can hold the prompt and one more token, as
+        far as they are held together with this window of the request's own."""
+        best = max(self._limits(model.limits.model) or [model.limits], key=lambda it: it.max_kv_tokens(window))
+        if num_prompt_tokens + 1 > best.max_kv_tokens(window):
+            windows = best.narrowed(window)
+            needed = num_held_blocks(windows, num_prompt_tokens + 1, 1, best.block_size)
             raise InvalidRequestError(
                 f"prompt of {num_prompt_tokens} tokens needs {needed} KV blocks of {best.block_size} tokens to begin; "
                 f"the largest worker has {best.num_blocks}",
                 reason=Reason.NEVER_FITS,
             )
 
-    def max_pool_tokens(self, model: str) -> int | None:
-        """Tokens that the largest pool of a model's workers holds; None if none is connected."""
-        pools = [s.limits for s in self._sessions.values() if s.limits.model == model]
-        return max((limits.num_blocks * limits.block_size for limits in pools), default=None)
+    def num_credit_tokens(self, model: str, num_tokens: int, window: Window | None) -> int:
+        """Tokens in the blocks that a request of so many tokens holds at a time at most, in the largest pool: never
+        more than that has, so that the credit can be had at all."""
+        pools = self._limits(model)
+        if not pools:
+            return num_tokens
+        best = max(pools, key=lambda it: it.num_blocks * it.block_size)
+        held = best.num_held_blocks(num_tokens, window)
+        is_plain = held == -(-num_tokens // best.block_size)
+        return num_tokens if is_plain else held * best.block_size
+
+    def _limits(self, model: str) -> list[ModelLimits]:
+        """What the connected workers of a model allow."""
+        return [s.limits for s in self._sessions.values() if s.limits.model == model]

@@ -31,7 +31,6 @@ class AdminSettings:
     """Who answers, and what it takes for a claim; see GatewaySettings."""
 
     gateway_id: str
-    credit_output_tokens: int
 
 
 class AdminService(admin_pb2_grpc.AdminServicer):
@@ -136,9 +135,7 @@ class AdminService(admin_pb2_grpc.AdminServicer):
     async def _explain_live(self, live: LiveRequest) -> admin_pb2.ExplainRequestResponse:
         request, now, claim = live.request, self._clock.monotonic(), live.claim
         is_waiting = live.lifecycle.state is RequestState.QUEUED
-        entry = live.queue_entry(
-            self._settings.gateway_id, credit_output_tokens=self._settings.credit_output_tokens, max_pool_tokens=None
-        )
+        entry = self._dispatcher.entry_of(live)
         answer = admin_pb2.ExplainRequestResponse(
             state=live.lifecycle.state.value,
             gateway_id=self._settings.gateway_id,

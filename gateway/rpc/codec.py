@@ -59,6 +59,8 @@ def _decode_sampling(message: types_pb2.SamplingParams) -> SamplingWish:
         stop=tuple(message.stop),
         logit_bias=tuple(sorted(message.logit_bias.items())),
         ignore_eos=message.ignore_eos,
+        kv_window_tokens=message.kv_window_tokens if message.HasField("kv_window_tokens") else None,
+        kv_sink_tokens=message.kv_sink_tokens if message.HasField("kv_sink_tokens") else None,
     )
 
 

@@ -15,6 +15,7 @@ from common.types import (
     SamplingParams,
     TokenLogprob,
 )
+from common.window import Window
 from gateway.placement.worker import Submission, TokensEvent
 from protos.inference.v1 import types_pb2, worker_pb2
 
@@ -55,6 +56,8 @@ def _encode_sampling(sampling: SamplingParams) -> types_pb2.SamplingParams:
         logit_bias=dict(sampling.logit_bias),
         logprobs=sampling.logprobs,
         ignore_eos=sampling.ignore_eos,
+        kv_window_tokens=sampling.kv_window_tokens,
+        kv_sink_tokens=sampling.kv_sink_tokens or None,
     )
 
 
@@ -67,6 +70,8 @@ def decode_limits(message: worker_pb2.ModelLimits) -> ModelLimits:
         block_size=message.block_size,
         num_blocks=message.num_blocks,
         max_num_seqs=message.max_num_seqs,
+        windows=tuple(Window(it.tokens, it.sinks) if it.tokens else None for it in message.windows) or (None,),
+        max_chunk_tokens=message.max_chunk_tokens,
     )
     numbers = (limits.context_length, limits.vocab_size, limits.block_size, limits.num_blocks, limits.max_num_seqs)
     if not limits.model or 0 in numbers:

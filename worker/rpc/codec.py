@@ -23,6 +23,8 @@ _RANGES: dict[str, tuple[float, float]] = {  # both ends allowed; a NaN is in no
     "presence_penalty": (-2, 2),
     "frequency_penalty": (-2, 2),
     "logprobs": (0, 20),
+    "kv_window_tokens": (1, 2**31 - 1),
+    "kv_sink_tokens": (0, 2**31 - 1),
 }
 _BIAS_RANGE = (-100, 100)
 
@@ -91,6 +93,8 @@ def sampling_from_proto(message: types_pb2.SamplingParams, *, default_max_tokens
         logit_bias=tuple(sorted(message.logit_bias.items())),
         logprobs=message.logprobs if message.HasField("logprobs") else None,
         ignore_eos=message.ignore_eos,
+        kv_window_tokens=message.kv_window_tokens if message.HasField("kv_window_tokens") else None,
+        kv_sink_tokens=message.kv_sink_tokens,
     )
 
 
@@ -188,6 +192,11 @@ def limits_to_proto(limits: ModelLimits) -> worker_pb2.ModelLimits:
         block_size=limits.block_size,
         num_blocks=limits.num_blocks,
         max_num_seqs=limits.max_num_seqs,
+        windows=[
+            worker_pb2.Window(tokens=window.num_tokens, sinks=window.num_sinks) if window else worker_pb2.Window()
+            for window in limits.windows
+        ],
+        max_chunk_tokens=limits.max_chunk_tokens,
     )
 
 

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from protos.inference.v1 import types_pb2 as protos_dot_inference_dot_v1_dot_types__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n protos/inference/v1/worker.proto\x12\x0cinference.v1\x1a\x1fprotos/inference/v1/types.proto\"\x81\x02\n\x0eSessionCommand\x12\"\n\x04open\x18\x01 \x01(\x0b\x32\x12.inference.v1.OpenH\x00\x12&\n\x06submit\x18\x02 \x01(\x0b\x32\x14.inference.v1.SubmitH\x00\x12$\n\x05\x61\x62ort\x18\x03 \x01(\x0b\x32\x13.inference.v1.AbortH\x00\x12$\n\x05\x64rain\x18\x04 \x01(\x0b\x32\x13.inference.v1.DrainH\x00\x12$\n\x05pause\x18\x05 \x01(\x0b\x32\x13.inference.v1.PauseH\x00\x12&\n\x06resume\x18\x06 \x01(\x0b\x32\x14.inference.v1.ResumeH\x00\x42\t\n\x07\x63ommand\"\x1a\n\x04Open\x12\x12\n\ngateway_id\x18\x01 \x01(\t\"\xf1\x01\n\x06Submit\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\x18\n\x10prompt_token_ids\x18\x03 \x03(\r\x12\x18\n\x10output_token_ids\x18\x04 \x03(\r\x12.\n\x08sampling\x18\x05 \x01(\x0b\x32\x1c.inference.v1.SamplingParams\x12 \n\x04\x62\x61nd\x18\x06 \x01(\x0e\x32\x12.inference.v1.Band\x12\x12\n\ncache_salt\x18\x07 \x01(\t\x12\x15\n\rmay_hand_back\x18\x08 \x01(\x08\x12\x11\n\ttimeout_s\x18\t \x01(\x02\",\n\x05\x41\x62ort\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\",\n\x05Pause\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\"-\n\x06Resume\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\"\x1d\n\x05\x44rain\x12\x14\n\x0cwhole_worker\x18\x01 \x01(\x08\"\xea\x01\n\x0cSessionEvent\x12&\n\x06opened\x18\x01 \x01(\x0b\x32\x14.inference.v1.OpenedH\x00\x12\"\n\x04step\x18\x02 \x01(\x0b\x32\x12.inference.v1.StepH\x00\x12*\n\x08rejected\x18\x03 \x01(\x0b\x32\x16.inference.v1.RejectedH\x00\x12(\n\x07goodbye\x18\x04 \x01(\x0b\x32\x15.inference.v1.GoodbyeH\x00\x12/\n\x0bhanded_back\x18\x05 \x01(\x0b\x32\x18.inference.v1.HandedBackH\x00\x42\x07\n\x05\x65vent\"U\n\x06Opened\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12)\n\x06limits\x18\x03 \x01(\x0b\x32\x19.inference.v1.ModelLimits\"\x86\x01\n\x0bModelLimits\x12\r\n\x05model\x18\x01 \x01(\t\x12\x16\n\x0e\x63ontext_length\x18\x02 \x01(\r\x12\x12\n\nvocab_size\x18\x03 \x01(\r\x12\x12\n\nblock_size\x18\x04 \x01(\r\x12\x12\n\nnum_blocks\x18\x05 \x01(\r\x12\x14\n\x0cmax_num_seqs\x18\x06 \x01(\r\"q\n\x04Step\x12,\n\x07outputs\x18\x01 \x03(\x0b\x32\x1b.inference.v1.RequestOutput\x12\'\n\x05usage\x18\x02 \x01(\x0b\x32\x18.inference.v1.BlockUsage\x12\x12\n\nloop_age_s\x18\x03 \x01(\x02\"\xca\x01\n\rRequestOutput\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12\x30\n\x08logprobs\x18\x04 \x03(\x0b\x32\x1e.inference.v1.PositionLogprobs\x12\x31\n\rfinish_reason\x18\x05 \x01(\x0e\x32\x1a.inference.v1.FinishReason\x12\x1c\n\x14\x63\x61\x63hed_prompt_tokens\x18\x06 \x01(\r\"\xbf\x01\n\nBlockUsage\x12\x0b\n\x03seq\x18\x01 \x01(\x04\x12\r\n\x05\x65mpty\x18\x02 \x01(\r\x12\x0e\n\x06\x63\x61\x63hed\x18\x03 \x01(\r\x12\x12\n\nreferenced\x18\x04 \x01(\r\x12\x10\n\x08swapping\x18\x05 \x01(\r\x12\x0f\n\x07running\x18\x06 \x01(\r\x12\x0f\n\x07waiting\x18\x07 \x01(\r\x12\x12\n\nfree_slots\x18\x08 \x01(\r\x12)\n\taccounted\x18\t \x03(\x0b\x32\x16.inference.v1.ClaimRef\"/\n\x08\x43laimRef\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\"1\n\nHandedBack\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\"f\n\x08Rejected\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12$\n\x06reason\x18\x03 \x01(\x0e\x32\x14.inference.v1.Reason\x12\x0f\n\x07message\x18\x04 \x01(\t\"/\n\x07Goodbye\x12$\n\x06reason\x18\x01 \x01(\x0e\x32\x14.inference.v1.Reason\"\x11\n\x0f\x44\x65scribeRequest\"!\n\x10\x44\x65scribeResponse\x12\r\n\x05\x63hunk\x18\x01 \x01(\x0c\"\xe7\x01\n\x0b\x44\x65scription\x12)\n\x06limits\x18\x01 \x01(\x0b\x32\x19.inference.v1.ModelLimits\x12\x16\n\x0etokenizer_json\x18\x02 \x01(\x0c\x12\x15\n\rchat_template\x18\x03 \x01(\t\x12\x15\n\reos_token_ids\x18\x04 \x03(\r\x12\x19\n\x0c\x62os_token_id\x18\x05 \x01(\rH\x00\x88\x01\x01\x12\x15\n\radd_bos_token\x18\x06 \x01(\x08\x12\x11\n\tbos_token\x18\x07 \x01(\t\x12\x11\n\teos_token\x18\x08 \x01(\tB\x0f\n\r_bos_token_id2\x9e\x01\n\x06Worker\x12G\n\x07Session\x12\x1c.inference.v1.SessionCommand\x1a\x1a.inference.v1.SessionEvent(\x01\x30\x01\x12K\n\x08\x44\x65scribe\x12\x1d.inference.v1.DescribeRequest\x1a\x1e.inference.v1.DescribeResponse0\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n protos/inference/v1/worker.proto\x12\x0cinference.v1\x1a\x1fprotos/inference/v1/types.proto\"\x81\x02\n\x0eSessionCommand\x12\"\n\x04open\x18\x01 \x01(\x0b\x32\x12.inference.v1.OpenH\x00\x12&\n\x06submit\x18\x02 \x01(\x0b\x32\x14.inference.v1.SubmitH\x00\x12$\n\x05\x61\x62ort\x18\x03 \x01(\x0b\x32\x13.inference.v1.AbortH\x00\x12$\n\x05\x64rain\x18\x04 \x01(\x0b\x32\x13.inference.v1.DrainH\x00\x12$\n\x05pause\x18\x05 \x01(\x0b\x32\x13.inference.v1.PauseH\x00\x12&\n\x06resume\x18\x06 \x01(\x0b\x32\x14.inference.v1.ResumeH\x00\x42\t\n\x07\x63ommand\"\x1a\n\x04Open\x12\x12\n\ngateway_id\x18\x01 \x01(\t\"\xf1\x01\n\x06Submit\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\x18\n\x10prompt_token_ids\x18\x03 \x03(\r\x12\x18\n\x10output_token_ids\x18\x04 \x03(\r\x12.\n\x08sampling\x18\x05 \x01(\x0b\x32\x1c.inference.v1.SamplingParams\x12 \n\x04\x62\x61nd\x18\x06 \x01(\x0e\x32\x12.inference.v1.Band\x12\x12\n\ncache_salt\x18\x07 \x01(\t\x12\x15\n\rmay_hand_back\x18\x08 \x01(\x08\x12\x11\n\ttimeout_s\x18\t \x01(\x02\",\n\x05\x41\x62ort\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\",\n\x05Pause\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\"-\n\x06Resume\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\"\x1d\n\x05\x44rain\x12\x14\n\x0cwhole_worker\x18\x01 \x01(\x08\"\xea\x01\n\x0cSessionEvent\x12&\n\x06opened\x18\x01 \x01(\x0b\x32\x14.inference.v1.OpenedH\x00\x12\"\n\x04step\x18\x02 \x01(\x0b\x32\x12.inference.v1.StepH\x00\x12*\n\x08rejected\x18\x03 \x01(\x0b\x32\x16.inference.v1.RejectedH\x00\x12(\n\x07goodbye\x18\x04 \x01(\x0b\x32\x15.inference.v1.GoodbyeH\x00\x12/\n\x0bhanded_back\x18\x05 \x01(\x0b\x32\x18.inference.v1.HandedBackH\x00\x42\x07\n\x05\x65vent\"U\n\x06Opened\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12)\n\x06limits\x18\x03 \x01(\x0b\x32\x19.inference.v1.ModelLimits\"\xc7\x01\n\x0bModelLimits\x12\r\n\x05model\x18\x01 \x01(\t\x12\x16\n\x0e\x63ontext_length\x18\x02 \x01(\r\x12\x12\n\nvocab_size\x18\x03 \x01(\r\x12\x12\n\nblock_size\x18\x04 \x01(\r\x12\x12\n\nnum_blocks\x18\x05 \x01(\r\x12\x14\n\x0cmax_num_seqs\x18\x06 \x01(\r\x12%\n\x07windows\x18\x07 \x03(\x0b\x32\x14.inference.v1.Window\x12\x18\n\x10max_chunk_tokens\x18\x08 \x01(\r\"\'\n\x06Window\x12\x0e\n\x06tokens\x18\x01 \x01(\r\x12\r\n\x05sinks\x18\x02 \x01(\r\"q\n\x04Step\x12,\n\x07outputs\x18\x01 \x03(\x0b\x32\x1b.inference.v1.RequestOutput\x12\'\n\x05usage\x18\x02 \x01(\x0b\x32\x18.inference.v1.BlockUsage\x12\x12\n\nloop_age_s\x18\x03 \x01(\x02\"\xca\x01\n\rRequestOutput\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12\x30\n\x08logprobs\x18\x04 \x03(\x0b\x32\x1e.inference.v1.PositionLogprobs\x12\x31\n\rfinish_reason\x18\x05 \x01(\x0e\x32\x1a.inference.v1.FinishReason\x12\x1c\n\x14\x63\x61\x63hed_prompt_tokens\x18\x06 \x01(\r\"\xbf\x01\n\nBlockUsage\x12\x0b\n\x03seq\x18\x01 \x01(\x04\x12\r\n\x05\x65mpty\x18\x02 \x01(\r\x12\x0e\n\x06\x63\x61\x63hed\x18\x03 \x01(\r\x12\x12\n\nreferenced\x18\x04 \x01(\r\x12\x10\n\x08swapping\x18\x05 \x01(\r\x12\x0f\n\x07running\x18\x06 \x01(\r\x12\x0f\n\x07waiting\x18\x07 \x01(\r\x12\x12\n\nfree_slots\x18\x08 \x01(\r\x12)\n\taccounted\x18\t \x03(\x0b\x32\x16.inference.v1.ClaimRef\"/\n\x08\x43laimRef\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\"1\n\nHandedBack\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\"f\n\x08Rejected\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12$\n\x06reason\x18\x03 \x01(\x0e\x32\x14.inference.v1.Reason\x12\x0f\n\x07message\x18\x04 \x01(\t\"/\n\x07Goodbye\x12$\n\x06reason\x18\x01 \x01(\x0e\x32\x14.inference.v1.Reason\"\x11\n\x0f\x44\x65scribeRequest\"!\n\x10\x44\x65scribeResponse\x12\r\n\x05\x63hunk\x18\x01 \x01(\x0c\"\xe7\x01\n\x0b\x44\x65scription\x12)\n\x06limits\x18\x01 \x01(\x0b\x32\x19.inference.v1.ModelLimits\x12\x16\n\x0etokenizer_json\x18\x02 \x01(\x0c\x12\x15\n\rchat_template\x18\x03 \x01(\t\x12\x15\n\reos_token_ids\x18\x04 \x03(\r\x12\x19\n\x0c\x62os_token_id\x18\x05 \x01(\rH\x00\x88\x01\x01\x12\x15\n\radd_bos_token\x18\x06 \x01(\x08\x12\x11\n\tbos_token\x18\x07 \x01(\t\x12\x11\n\teos_token\x18\x08 \x01(\tB\x0f\n\r_bos_token_id2\x9e\x01\n\x06Worker\x12G\n\x07Session\x12\x1c.inference.v1.SessionCommand\x1a\x1a.inference.v1.SessionEvent(\x01\x30\x01\x12K\n\x08\x44\x65scribe\x12\x1d.inference.v1.DescribeRequest\x1a\x1e.inference.v1.DescribeResponse0\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -51,27 +51,29 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_OPENED']._serialized_start=1022
   _globals['_OPENED']._serialized_end=1107
   _globals['_MODELLIMITS']._serialized_start=1110
-  _globals['_MODELLIMITS']._serialized_end=1244
-  _globals['_STEP']._serialized_start=1246
-  _globals['_STEP']._serialized_end=1359
-  _globals['_REQUESTOUTPUT']._serialized_start=1362
-  _globals['_REQUESTOUTPUT']._serialized_end=1564
-  _globals['_BLOCKUSAGE']._serialized_start=1567
-  _globals['_BLOCKUSAGE']._serialized_end=1758
-  _globals['_CLAIMREF']._serialized_start=1760
-  _globals['_CLAIMREF']._serialized_end=1807
-  _globals['_HANDEDBACK']._serialized_start=1809
-  _globals['_HANDEDBACK']._serialized_end=1858
-  _globals['_REJECTED']._serialized_start=1860
-  _globals['_REJECTED']._serialized_end=1962
-  _globals['_GOODBYE']._serialized_start=1964
-  _globals['_GOODBYE']._serialized_end=2011
-  _globals['_DESCRIBEREQUEST']._serialized_start=2013
-  _globals['_DESCRIBEREQUEST']._serialized_end=2030
-  _globals['_DESCRIBERESPONSE']._serialized_start=2032
-  _globals['_DESCRIBERESPONSE']._serialized_end=2065
-  _globals['_DESCRIPTION']._serialized_start=2068
-  _globals['_DESCRIPTION']._serialized_end=2299
-  _globals['_WORKER']._serialized_start=2302
-  _globals['_WORKER']._serialized_end=2460
+  _globals['_MODELLIMITS']._serialized_end=1309
+  _globals['_WINDOW']._serialized_start=1311
+  _globals['_WINDOW']._serialized_end=1350
+  _globals['_STEP']._serialized_start=1352
+  _globals['_STEP']._serialized_end=1465
+  _globals['_REQUESTOUTPUT']._serialized_start=1468
+  _globals['_REQUESTOUTPUT']._serialized_end=1670
+  _globals['_BLOCKUSAGE']._serialized_start=1673
+  _globals['_BLOCKUSAGE']._serialized_end=1864
+  _globals['_CLAIMREF']._serialized_start=1866
+  _globals['_CLAIMREF']._serialized_end=1913
+  _globals['_HANDEDBACK']._serialized_start=1915
+  _globals['_HANDEDBACK']._serialized_end=1964
+  _globals['_REJECTED']._serialized_start=1966
+  _globals['_REJECTED']._serialized_end=2068
+  _globals['_GOODBYE']._serialized_start=2070
+  _globals['_GOODBYE']._serialized_end=2117
+  _globals['_DESCRIBEREQUEST']._serialized_start=2119
+  _globals['_DESCRIBEREQUEST']._serialized_end=2136
+  _globals['_DESCRIBERESPONSE']._serialized_start=2138
+  _globals['_DESCRIBERESPONSE']._serialized_end=2171
+  _globals['_DESCRIPTION']._serialized_start=2174
+  _globals['_DESCRIPTION']._serialized_end=2405
+  _globals['_WORKER']._serialized_start=2408
+  _globals['_WORKER']._serialized_end=2566
 # @@protoc_insertion_point(module_scope)

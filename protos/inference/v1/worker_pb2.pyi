@@ -339,6 +339,8 @@ class ModelLimits(_message.Message):
     BLOCK_SIZE_FIELD_NUMBER: _builtins.int
     NUM_BLOCKS_FIELD_NUMBER: _builtins.int
     MAX_NUM_SEQS_FIELD_NUMBER: _builtins.int
+    WINDOWS_FIELD_NUMBER: _builtins.int
+    MAX_CHUNK_TOKENS_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     """name"""
     context_length: _builtins.int
@@ -351,6 +353,12 @@ class ModelLimits(_message.Message):
     """that requests can use in total"""
     max_num_seqs: _builtins.int
     """running requests at most"""
+    max_chunk_tokens: _builtins.int
+    """of one request in a step"""
+    @_builtins.property
+    def windows(self) -> _containers.RepeatedCompositeFieldContainer[Global___Window]:
+        """One for each block table of a request: layers that see different tokens have different ones. Empty: one, all tokens."""
+
     def __init__(
         self,
         *,
@@ -360,14 +368,42 @@ class ModelLimits(_message.Message):
         block_size: _builtins.int = ...,
         num_blocks: _builtins.int = ...,
         max_num_seqs: _builtins.int = ...,
+        windows: _abc.Iterable[Global___Window] | None = ...,
+        max_chunk_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "context_length", b"context_length", "max_num_seqs", b"max_num_seqs", "model", b"model", "num_blocks", b"num_blocks", "vocab_size", b"vocab_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "context_length", b"context_length", "max_chunk_tokens", b"max_chunk_tokens", "max_num_seqs", b"max_num_seqs", "model", b"model", "num_blocks", b"num_blocks", "vocab_size", b"vocab_size", "windows", b"windows"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ModelLimits: _TypeAlias = ModelLimits  # noqa: Y015
+
+@_typing.final
+class Window(_message.Message):
+    """What the layers of a block table see of a sequence."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TOKENS_FIELD_NUMBER: _builtins.int
+    SINKS_FIELD_NUMBER: _builtins.int
+    tokens: _builtins.int
+    """up to the present one, which is included; 0: all"""
+    sinks: _builtins.int
+    """first tokens that stay visible besides"""
+    def __init__(
+        self,
+        *,
+        tokens: _builtins.int = ...,
+        sinks: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["sinks", b"sinks", "tokens", b"tokens"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Window: _TypeAlias = Window  # noqa: Y015
 
 @_typing.final
 class Step(_message.Message):

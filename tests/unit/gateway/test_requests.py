@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from common.errors import InvalidRequestError
 from common.types import Band, ModelLimits, Reason, SamplingParams
+from common.window import Window
 from gateway.admission.limits import TenantLimits
 from gateway.requests import (
     ChatPrompt,
@@ -44,6 +45,8 @@ wishes = st.builds(
     stop=st.lists(st.text(max_size=3), max_size=2).map(tuple),
     logit_bias=st.lists(st.tuples(st.integers(0, 60), st.floats(width=32)), max_size=2).map(tuple),
     logprobs=counts,
+    kv_window_tokens=st.integers(0, 120) | st.none(),
+    kv_sink_tokens=st.integers(0, 120) | st.none(),
 )
 
 
@@ -66,6 +69,8 @@ def test_whatever_passes_is_in_range(wish: SamplingWish, num_prompt_tokens: int)
     assert params.logprobs is None or 0 <= params.logprobs <= 20
     assert all(token_id < 50 for token_id in params.stop_token_ids)
     assert all(token_id < 50 and abs(bias) <= 100 for token_id, bias in params.logit_bias)
+    window = params.window
+    assert window is None or (1 <= window.num_tokens <= 100 and 0 <= window.num_sinks <= window.num_tokens)
     assert params.seed == (7 if wish.seed is None else wish.seed)
 
 
@@ -75,6 +80,32 @@ def test_what_is_no_number_in_range_is_refused(name: str, value: float) -> None:
     with pytest.raises(InvalidRequestError) as caught:
         check_sampling(dataclasses.replace(SamplingWish(), **{name: value}), LIMITS)
     assert caught.value.fields[0].field == f"sampling.{name}"
+
+
+@pytest.mark.parametrize(
+    ("window", "sinks", "own", "field", "allowed"),
+    [
+        (0, None, None, "kv_window_tokens", "1 to 100"),
+        (101, None, None, "kv_window_tokens", "1 to 100"),
+        (65, None, Window(64), "kv_window_tokens", "1 to 64"),
+        (None, 4, None, "kv_sink_tokens", "unset without kv_window_tokens"),
+        (20, 21, None, "kv_sink_tokens", "0 to kv_window_tokens, 20"),
+    ],
+)
+def test_a_window_out_of_range_is_refused(
+    window: int | None, sinks: int | None, own: Window | None, field: str, allowed: str
+) -> None:
+    limits = dataclasses.replace(LIMITS, windows=(own,))
+    with pytest.raises(InvalidRequestError, match=allowed) as caught:
+        check_sampling(SamplingWish(kv_window_tokens=window, kv_sink_tokens=sinks), limits)
+    assert caught.value.fields[0].field == f"sampling.{field}"
+
+
+@pytest.mark.parametrize(("window", "sinks", "kept"), [(100, None, 4), (3, None, 3), (20, 0, 0), (20, 20, 20)])
+def test_the_first_tokens_stay_visible_unless_told_otherwise(window: int, sinks: int | None, kept: int) -> None:
+    wish = SamplingWish(kv_window_tokens=window, kv_sink_tokens=sinks)
+    check_sampling(wish, dataclasses.replace(LIMITS, windows=(None, Window(10))))  # some layer sees everything
+    assert resolve_sampling(wish, LIMITS, 40, lambda: 9).window == Window(window, kept)
 
 
 def test_an_empty_wish_takes_every_default() -> None:

@@ -4,6 +4,7 @@ import pytest
 
 from common.errors import InvalidRequestError, NotFoundError, UnavailableError
 from common.types import Reason
+from common.window import Window
 from gateway.placement.fleet import Fleet
 from gateway.placement.worker import WorkerState
 from tests.support.scripted_worker import MODEL
@@ -77,11 +78,46 @@ def test_prompt_and_one_token_must_fit_the_largest_pool(num_tokens: int, fits: b
         model = served(num_blocks=num_blocks)
         fleet.add(FakeSession(worker_id, limits=model.limits), model)
     if fits:
-        fleet.check_fits(served(), num_tokens)
+        fleet.check_fits(served(), num_tokens, None)
         return
     with pytest.raises(InvalidRequestError, match=r"needs 6 KV blocks of 16 tokens.* has 5") as caught:
-        fleet.check_fits(served(), num_tokens)
+        fleet.check_fits(served(), num_tokens, None)
     assert caught.value.reason is Reason.NEVER_FITS
+
+
+@pytest.mark.parametrize(("own", "window"), [(None, Window(20, 4)), (Window(20), None), (Window(40), Window(20, 4))])
+def test_a_window_that_fits_makes_every_length_fit_and_holds_no_more_credit(
+    own: Window | None, window: Window | None
+) -> None:
+    """The pool of 5 blocks of 16 tokens holds a window of 20, sinks, and a chunk of 8: 4 blocks."""
+    fleet = Fleet(FakeClock().monotonic, "")
+    model = served(num_blocks=5, windows=(own,), max_chunk_tokens=8)
+    fleet.add(FakeSession(limits=model.limits), model)
+    fleet.check_fits(model, 100_000, window)
+    most = 16 * (3 if window is None else 4)
+    for num_tokens in (1, 15, 16, 17, 47, 48, 49, 63, 64, 65, 100_000):
+        needed = fleet.num_credit_tokens(MODEL, num_tokens, window)
+        assert needed == (num_tokens if num_tokens <= most else most)
+
+
+def test_a_window_that_does_not_fit_is_refused() -> None:
+    fleet = Fleet(FakeClock().monotonic, "")
+    model = served(num_blocks=5, max_chunk_tokens=8)
+    fleet.add(FakeSession(limits=model.limits), model)
+    fleet.check_fits(model, 79, Window(90))
+    with pytest.raises(InvalidRequestError, match=r"needs 6 KV blocks of 16 tokens.* has 5"):
+        fleet.check_fits(model, 80, Window(90))
+
+
+def test_layers_that_see_everything_bound_the_length() -> None:
+    """Two block tables: one grows, the other holds a window of 20 in at most 3 blocks of 16."""
+    fleet = Fleet(FakeClock().monotonic, "")
+    model = served(num_blocks=10, windows=(None, Window(20)), max_chunk_tokens=8)
+    fleet.add(FakeSession(limits=model.limits), model)
+    assert [fleet.num_credit_tokens(MODEL, n, None) for n in (16, 32, 48, 64, 112, 500)] == [32, 64, 96, 112, 160, 160]
+    fleet.check_fits(model, 7 * 16 - 1, None)
+    with pytest.raises(InvalidRequestError, match=r"needs 11 KV blocks"):
+        fleet.check_fits(model, 7 * 16, None)
 
 
 def test_changes_are_told() -> None:
