@@ -21,7 +21,7 @@ from common.metrics import MetricsServer, WorkerMetrics
 from common.rpc.server import RpcServer, ServerOptions
 from common.rpc.tls import fleet_dialling, server_credentials
 from common.types import ModelDescription, ModelLimits
-from common.window import Window
+from common.window import Window, Windows
 from worker.cache.block import keyed_digest
 from worker.cache.host import HostTier
 from worker.cache.manager import CacheManager
@@ -199,8 +199,6 @@ def load_engine(
         window=Window(settings.kv_window_tokens, settings.kv_sink_tokens) if settings.kv_window_tokens else None,
         num_threads=settings.threads,
     )
-    if len(runner.windows) > 1:
-        raise ValueError(f"{model.config.name} has a sliding window in some of its layers, which is not served yet")
     _log.info("warming_up", kv_blocks=num_blocks, threads=settings.threads)
     runner.warm_up()
     _check_language(runner, model)
@@ -214,7 +212,7 @@ def load_engine(
         settings.block_size,
         digest,
         prefix_cache=prefix_cache,
-        window=runner.windows[0],
+        windows=runner.windows,
         max_chunk_tokens=settings.max_num_batched_tokens,
         host=None if copier is None else HostTier(pool, copier.num_slots, lambda: copier.block_s),
     )
@@ -229,7 +227,7 @@ def load_engine(
         gather_s=settings.gather_ms / 1000,
     )
     scheduler = Scheduler(manager, bounds, mode)
-    description = describe(model, settings, num_blocks=pool.num_usable)
+    description = describe(model, settings, num_blocks=pool.num_usable, windows=runner.windows)
     now = (clock or SystemClock()).monotonic
     eos_token_ids = model.text.eos_token_ids
     engine = Engine(runner, scheduler, manager, description.limits, eos_token_ids, now, tracer, copier=copier)
@@ -245,7 +243,9 @@ def _check_language(runner: ModelRunner, model: LoadedModel) -> None:
     log("model_checked", perplexity=round(found, 1), vocab_size=model.config.vocab_size)
 
 
-def describe(model: LoadedModel, settings: WorkerSettings, *, num_blocks: int) -> ModelDescription:
+def describe(
+    model: LoadedModel, settings: WorkerSettings, *, num_blocks: int, windows: Windows = (None,)
+) -> ModelDescription:
     """What gateways are told about the model."""
     trained = model.config.max_positions
     limits = ModelLimits(
@@ -255,6 +255,8 @@ def describe(model: LoadedModel, settings: WorkerSettings, *, num_blocks: int) -
         block_size=settings.block_size,
         num_blocks=num_blocks,
         max_num_seqs=settings.max_num_seqs,
+        windows=windows,
+        max_chunk_tokens=settings.max_num_batched_tokens,
     )
     text = model.text
     return ModelDescription(

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 from zlib import crc32
 
-from common.window import Window
+from common.window import Window, Windows
 from worker.cache.host import Copy, CopyOrders
 from worker.engine.batch import Batch, BatchRow, SampledToken
 from worker.engine.request import Request, RequestState
@@ -91,13 +91,13 @@ class FakeExecutor:
         *,
         vocab_size: int = 1000,
         max_num_seqs: int = 1 << 30,
-        window: Window | None = None,
+        windows: Windows = (None,),
     ) -> None:
         self._num_blocks = num_blocks
         self._block_size = block_size
         self._vocab_size = vocab_size
         self._max_num_seqs = max_num_seqs
-        self._window = window
+        self._windows = windows
         self._cells: dict[tuple[int, int], int] = {}
         self.error: Exception | None = None
         self.batches: list[list[tuple[str, int]]] = []
@@ -123,12 +123,15 @@ class FakeExecutor:
         for row, wanted in zip(batch.rows, states, strict=True):
             start = row.request.num_computed
             for position in range(start, start + row.num_new):
-                self._cells[self._cell(row.request, position)] = wanted[position]
+                for table in range(len(self._windows)):
+                    self._cells[self._cell(row.request, position, table)] = wanted[position] ^ table
         sampled: list[SampledToken | None] = []
         for row, wanted in zip(batch.rows, states, strict=True):
-            seen = self._seen(row)
-            held = [self._cells.get(self._cell(row.request, position)) for position in seen]
-            assert held == [wanted[position] for position in seen], f"{row.request.request_id} reads foreign KV"
+            for table, window in enumerate(row.request.windows or self._windows):
+                seen = self._seen(row, window)
+                held = [self._cells.get(self._cell(row.request, position, table)) for position in seen]
+                expected = [wanted[position] ^ table for position in seen]
+                assert held == expected, f"{row.request.request_id} reads foreign KV in table {table}"
             sampled.append(SampledToken(next_token(wanted[-1], self._vocab_size)) if row.samples else None)
         return sampled
 
@@ -143,16 +146,17 @@ class FakeExecutor:
             if cell is not None:
                 self._cells[block_id, offset] = cell
 
-    def _seen(self, row: BatchRow) -> list[int]:
+    def _seen(self, row: BatchRow, window: Window | None) -> list[int]:
         """Positions that any token of the row attends to."""
         start, end = row.request.num_computed, row.request.num_computed + row.num_new
-        if self._window is None:
+        if window is None:
             return list(range(end))
-        oldest = max(0, start - self._window.num_tokens + 1)
-        return [*range(min(oldest, self._window.num_sinks)), *range(oldest, end)]
+        oldest = max(0, start - window.num_tokens + 1)
+        return [*range(min(oldest, window.num_sinks)), *range(oldest, end)]
 
-    def _cell(self, request: Request, position: int) -> tuple[int, int]:
-        return request.block_ids[position // self._block_size], position % self._block_size
+    def _cell(self, request: Request, position: int, table: int) -> tuple[int, int]:
+        place = position // self._block_size * len(self._windows) + table
+        return request.block_ids[place], position % self._block_size
 
     def _check_batch(self, batch: Batch) -> None:
         requests = [row.request for row in batch.rows]
@@ -165,12 +169,17 @@ class FakeExecutor:
             assert row.request.state is RequestState.RUNNING
             assert row.num_new >= 1, "a row without progress"
             written = self._written(row)
-            first = 0 if self._window is not None else 1  # holes are allowed where nobody looks
+            first = 0 if any(row.request.windows or self._windows) else 1  # holes are allowed where nobody looks
             assert all(first <= block_id < self._num_blocks for block_id in row.request.block_ids)
             assert all(in_tables[block_id] == 1 for block_id in written), "a shared block is written"
 
     def _written(self, row: BatchRow) -> set[int]:
         start, end = row.request.num_computed, row.request.num_computed + row.num_new
         assert end <= row.request.num_tokens
-        assert end <= len(row.request.block_ids) * self._block_size, "the block table does not cover the row"
-        return {self._cell(row.request, position)[0] for position in range(start, end)}
+        num_blocks = len(row.request.block_ids) // len(self._windows)
+        assert end <= num_blocks * self._block_size, "the block table does not cover the row"
+        return {
+            self._cell(row.request, position, table)[0]
+            for position in range(start, end)
+            for table in range(len(self._windows))
+        }

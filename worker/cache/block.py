@@ -19,6 +19,7 @@ class BlockKey(NamedTuple):
     digest: bytes  # of the whole prefix up to and including this block
     salt: str
     tokens: bytes  # the block's own token ids, packed
+    table: int = 0  # whose layers' keys and values it holds
 
 
 DigestFunction = Callable[[bytes, bytes], bytes]

@@ -3,21 +3,32 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
 
-from common.window import Window
-from worker.cache.block import Block, BlockKey, DigestFunction, first_parent, pack_tokens
+from common.window import UNBOUNDED, Window, Windows, max_tokens
+from worker.cache.block import Block, DigestFunction
 from worker.cache.host import HostHit, HostTier
 from worker.cache.pool import BlockCounts, BlockPool, IntegrityError
+from worker.cache.prefix import Hit, PrefixSearch
 from worker.engine.request import Request
-
-UNBOUNDED = 1 << 62
-"""More tokens than anybody has."""
-
-Hit = Block | HostHit | None
-"""A block of a known prefix: in the pool, in the host, or one that no later token sees, wherever it is."""
 
 HOLE = 0
 """What stands in a block table for a block that was given back: the null block, which nobody reads."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Bounds:
+    """What holds for all requests that see the same."""
+
+    windows: Windows
+    most_blocks: tuple[int, ...]  # of each table that a request holds at a time
+    max_tokens: int  # of one request that fit into the whole pool, one after the other where there is a window
+
+    @property
+    def is_windowed(self) -> bool:
+        """Whether blocks leave a window."""
+        return any(window is not None for window in self.windows)
 
 
 class CacheManager:
@@ -25,6 +36,9 @@ class CacheManager:
 
     An admission promises blocks; they stay in the pool, free or cached, until the step that fills them takes them.
     Promises never exceed the free blocks, so whoever has one can take it whatever the others do.
+
+    Every block of tokens has one block of the pool in each block table. All tables of a request are equally long; where
+    its layers have a window, what left it is a hole.
     """
 
     def __init__(
@@ -34,31 +48,31 @@ class CacheManager:
         digest: DigestFunction,
         *,
         prefix_cache: bool = True,
-        window: Window | None = None,
+        windows: Windows = (None,),
         max_chunk_tokens: int = 1,
         host: HostTier | None = None,
     ) -> None:
         """`block_size` tokens per block, at least 1; `digest` chains the prefix cache's keys.
 
-        With a `window`, blocks behind it are given back, and a request holds no more than it needs to compute
-        `max_chunk_tokens` in a step; in a smaller pool its chunks are smaller. `host`, if any, keeps what preempted
-        requests had computed; it needs the prefix cache.
+        `windows`: what the layers of each block table see of a request that does not say otherwise. Behind a window
+        blocks are given back, and a request holds no more than it needs to compute `max_chunk_tokens` in a step; in a
+        smaller pool its chunks are smaller. `host`, if any, keeps what preempted requests had computed; it needs the
+        prefix cache.
         """
         if block_size < 1:
             raise ValueError(f"block_size is {block_size}, at least 1 is needed")
         if host is not None and not prefix_cache:
             raise ValueError("blocks in host memory are found through the prefix cache, which is off")
         self.host = host
-        self._window = window
-        self._most_blocks = UNBOUNDED  # that one request holds at a time
-        self._is_unbounded = False  # whether requests of any length fit
-        if window is not None:
-            self._most_blocks = min(window.max_blocks(max_chunk_tokens, block_size), pool.num_usable)
-            self._is_unbounded = window.max_blocks(1, block_size) <= pool.num_usable
+        self.windows = windows
+        self.num_tables = len(windows)
+        self._max_chunk_tokens = max_chunk_tokens
+        self._bounds_of = lru_cache(maxsize=1024)(self._make_bounds)
+        self._is_windowed = any(windows)
         self.pool = pool
         self.block_size = block_size
-        self._digest = digest
         self._prefix_cache = prefix_cache
+        self._prefixes = PrefixSearch(pool, host, digest, block_size, len(windows))
         self.num_promised = 0
         """Free blocks that requests may take yet: the sum over all of them."""
 
@@ -86,29 +100,33 @@ class CacheManager:
             counts.null,
         )
 
-    @property
-    def max_tokens(self) -> int:
-        """Tokens of one request whose KV fits into the whole pool, one after the other if there is a window."""
-        return UNBOUNDED if self._is_unbounded else self.pool.num_usable * self.block_size
+    def max_tokens(self, windows: Windows = ()) -> int:
+        """Tokens of one request whose KV fits into the whole pool, one after the other where there is a window.
+        Without `windows`, of one that sees what the model sees."""
+        return self._bounds_of(windows or self.windows).max_tokens
 
-    @property
-    def max_held_tokens(self) -> int:
-        """Tokens in the blocks that one request holds at a time."""
-        return self._most_blocks * self.block_size
+    def blocks_for(self, request: Request, num_tokens: int) -> int:
+        """Blocks that the request holds at a time, with so many tokens."""
+        return self._num_held(request, (), num_tokens)
 
-    def blocks_for(self, num_tokens: int) -> int:
-        """Blocks that a request of so many tokens holds at a time."""
-        return min(-(-num_tokens // self.block_size), self._most_blocks)
+    def can_ever_fit(self, request: Request) -> bool:
+        """Whether the KV of its tokens fits into the pool when nobody else is there."""
+        return request.num_tokens <= self.max_tokens(request.windows)
 
-    def can_ever_fit(self, num_tokens: int) -> bool:
-        """Whether the KV of so many tokens fits into the pool when nobody else is there."""
-        return num_tokens <= self.max_tokens
+    def sees_all(self, request: Request) -> bool:
+        """Whether every token of it sees all before it, in every layer."""
+        return not request.windows and not self._is_windowed
+
+    def num_seen(self, request: Request, num_tokens: int) -> float:
+        """Tokens that the last of so many sees, as a mean over the block tables."""
+        seen = (num_tokens if it is None else min(num_tokens, it.num_seen) for it in request.windows or self.windows)
+        return sum(seen) / self.num_tables
 
     def num_needed(self, request: Request, num_tokens: int) -> int:
         """Available blocks that an admission which covers so many tokens would need. Changes nothing but the keys."""
         hits = self._find_prefix(request)
         shared = sum(isinstance(hit, Block) and hit.ref_count > 0 for hit in hits)
-        return self._num_held(hits, num_tokens) - shared
+        return self._num_held(request, hits, num_tokens) - shared
 
     def num_freed(self, request: Request) -> int:
         """Blocks that become available if this request gives back what it holds and was promised."""
@@ -128,7 +146,7 @@ class CacheManager:
         found = [hit for hit in hits if isinstance(hit, Block)]
         saved = [hit for hit in hits if isinstance(hit, HostHit)]
         num_reserved = max(request.num_tokens, num_tokens or 0)
-        num_new = self._num_held(hits, num_reserved) - len(found)
+        num_new = self._num_held(request, hits, num_reserved) - len(found)
         num_revived = sum(block.ref_count == 0 for block in found)  # they leave the free list as well
         if num_new + num_revived + headroom > self.num_available:
             return False
@@ -139,13 +157,13 @@ class CacheManager:
         for hit in hits:
             request.block_ids.append(self._place(hit))
         self._promise(request, num_new - len(saved))
-        if num_tokens is not None:
-            self.cover(request, num_tokens)
         request.num_reserved = num_reserved
-        request.num_computed = len(hits) * self.block_size
-        request.num_published = len(hits)
+        request.num_published = len(hits) // self.num_tables
+        request.num_computed = request.num_published * self.block_size
         request.num_holes = hits.count(None)
         request.num_shared_blocks = len(found) - num_revived
+        if num_tokens is not None:
+            self.cover(request, num_tokens)
         if self.host is not None and request.num_preemptions:
             self.host.release(request.arrival)
         return True
@@ -153,49 +171,62 @@ class CacheManager:
     def slide(self, requests: Iterable[Request]) -> None:
         """Takes back the blocks that no token sees any more, the farthest first, and promises as many for what was
         reserved at admission. To be called between steps, before blocks are asked for."""
-        if self._window is None:
-            return
-        num_sink_blocks = self._window.num_sink_blocks(self.block_size)
         for request in requests:
-            block_ids = request.block_ids
-            start = num_sink_blocks + request.num_holes
-            end = self._window.first_block(request.num_computed, self.block_size)
-            for index in range(start, end):
-                self.pool.release(block_ids[index])
-                if request.num_shared_blocks and self.pool.blocks[block_ids[index]].ref_count:
-                    request.num_shared_blocks -= 1
-                block_ids[index] = HOLE
-            request.num_holes += max(0, end - start)
-            num_blocks = len(block_ids) + request.num_promised
-            wanted = -(-request.num_reserved // self.block_size) - num_blocks
-            room = self._most_blocks - (num_blocks - request.num_holes)
-            self._promise(request, max(0, min(wanted, room, self.num_available)))
+            if not (request.windows or self._is_windowed):
+                continue
+            windows = request.windows or self.windows
+            for table, window in enumerate(windows):
+                if window is not None:
+                    self._slide_table(request, table, window)
+            num_wanted = self._num_held(request, request.block_ids, request.num_reserved)
+            num_held = len(request.block_ids) - request.num_holes + request.num_promised
+            self._promise(request, max(0, min(num_wanted - num_held, self.num_available)))
+
+    def _slide_table(self, request: Request, table: int, window: Window) -> None:
+        """Gives back what left the window of a table."""
+        block_ids, step = request.block_ids, self.num_tables
+        start = window.num_sink_blocks(self.block_size)
+        end = min(len(block_ids) // step, window.first_block(request.num_computed, self.block_size))
+        first = end  # of those that were not given back yet
+        while first > start and block_ids[(first - 1) * step + table] != HOLE:
+            first -= 1
+        for place in range(first * step + table, end * step, step):
+            self.pool.release(block_ids[place])
+            if request.num_shared_blocks and self.pool.blocks[block_ids[place]].ref_count:
+                request.num_shared_blocks -= 1
+            block_ids[place] = HOLE
+            request.num_holes += 1
 
     def secure(self, request: Request) -> bool:
-        """Sees to it that the request has a block that it can take; returns whether there was one."""
-        if not request.num_promised:
-            if self.num_available < 1:
+        """Sees to it that the request has a block for each table that it can take; returns whether there were."""
+        num_missing = self.num_tables - request.num_promised
+        if num_missing > 0:
+            if self.num_available < num_missing:
                 return False
-            self._promise(request, 1)
+            self._promise(request, num_missing)
         return True
 
     def grow(self, request: Request) -> bool:
-        """Takes one more block, a promised or an available one; returns whether there was one."""
+        """Takes one more block for each table, a promised or an available one; returns whether there were."""
         if not self.secure(request):
             return False
-        self._promise(request, -1)
-        request.block_ids.append(self._take())
+        self._promise(request, -self.num_tables)
+        request.block_ids += [self._take() for _ in range(self.num_tables)]
         return True
 
     def cover(self, request: Request, num_tokens: int) -> int:
         """Takes what the first `num_tokens` tokens need of the promised blocks; returns how many tokens the blocks
         cover then."""
-        num_missing = -(-num_tokens // self.block_size) - len(request.block_ids)
-        count = min(num_missing, request.num_promised)
+        num_covered = len(request.block_ids) // self.num_tables
+        num_wanted = -(-num_tokens // self.block_size)
+        bounds = self._bounds_of(request.windows or self.windows)
+        for most, window in zip(bounds.most_blocks, bounds.windows, strict=True):
+            num_wanted = min(num_wanted, most + self._num_holes(window, request.num_computed, num_covered))
+        count = min(num_wanted - num_covered, request.num_promised // self.num_tables) * self.num_tables
         if count > 0:
             self._promise(request, -count)
             request.block_ids += [self._take() for _ in range(count)]
-        return len(request.block_ids) * self.block_size
+        return len(request.block_ids) // self.num_tables * self.block_size
 
     def publish(self, request: Request) -> None:
         """Makes the blocks that the last step filled hittable. To be called after that step only."""
@@ -203,7 +234,9 @@ class CacheManager:
             return
         num_full = request.num_computed // self.block_size
         for index in range(request.num_published, num_full):
-            self.pool.publish(request.block_ids[index], self._key(request, index))
+            for table in range(self.num_tables):
+                block_id = request.block_ids[index * self.num_tables + table]
+                self.pool.publish(block_id, self._prefixes.key(request, index, table))
         request.num_published = num_full
 
     def keep(self, request: Request, recompute_s: Callable[[int, int], float]) -> None:
@@ -211,9 +244,10 @@ class CacheManager:
         is worth it; `recompute_s` tells what it takes to compute (start, count) tokens again."""
         if self.host is None:
             return
-        blocks = [self.pool.blocks[block_id] for block_id in request.block_ids[: request.num_published]]
+        num_published = request.num_published * self.num_tables
+        blocks = [self.pool.blocks[block_id] for block_id in request.block_ids[:num_published]]
         first = next((index for index, block in enumerate(blocks) if block.ref_count == 1), len(blocks))
-        start = first * self.block_size
+        start = first // self.num_tables * self.block_size
         own = [block for block in blocks[first:] if block.ref_count == 1]
         self.host.keep(request.arrival, own, recompute_s(start, request.num_computed - start))
 
@@ -275,63 +309,35 @@ class CacheManager:
         self.pool.publish(block_id, hit.key)
         return block_id
 
-    def _find(self, key: BlockKey) -> Block | HostHit | None:
-        block = self.pool.find(key)
-        return block if block is not None or self.host is None else self.host.find(key)
+    def _num_held(self, request: Request, blocks: Sequence[object], num_tokens: int) -> int:
+        """Blocks that a request holds at a time at most from now on, until its blocks cover so many tokens. `blocks`:
+        its block tables, or what they will begin with."""
+        bounds = self._bounds_of(request.windows or self.windows)
+        num_blocks = -(-num_tokens // self.block_size)
+        if not bounds.is_windowed:
+            return num_blocks * self.num_tables
+        num_known = len(blocks) // self.num_tables
+        num_computed = request.num_computed if request.block_ids else num_known * self.block_size
+        num_held = 0
+        for most, window in zip(bounds.most_blocks, bounds.windows, strict=True):
+            num_holes = self._num_holes(window, num_computed, num_known)
+            num_held += max(0, min(num_blocks - num_holes, most))
+        return min(num_held, self.pool.num_usable)
 
-    def _num_held(self, hits: Sequence[Hit], num_tokens: int) -> int:
-        """Blocks that an admission with these hits holds; at least one token's place is new."""
-        num_holes = hits.count(None)
-        return min(-(-num_tokens // self.block_size) - num_holes, self._most_blocks)
+    def _num_holes(self, window: Window | None, num_computed: int, num_blocks: int) -> int:
+        """Of so many blocks of a table, those that nobody sees any more once so many tokens are computed."""
+        if window is None:
+            return 0
+        end = min(num_blocks, window.first_block(num_computed, self.block_size))
+        return max(0, end - window.num_sink_blocks(self.block_size))
 
     def _find_prefix(self, request: Request) -> Sequence[Hit]:
-        """The cached blocks of the longest known prefix that leaves a token to compute; None for blocks of it that no
-        later token sees, cached or not."""
-        if not self._prefix_cache:
-            return ()
-        num_blocks = (request.num_tokens - 1) // self.block_size
-        return (
-            self._find_from_start(request, num_blocks)
-            if self._window is None
-            else self._find_tail(request, num_blocks, self._window)
+        """See PrefixSearch.find; nothing if there is no prefix cache."""
+        return self._prefixes.find(request, request.windows or self.windows) if self._prefix_cache else ()
+
+    def _make_bounds(self, windows: Windows) -> _Bounds:
+        most = (
+            UNBOUNDED if window is None else window.max_blocks(self._max_chunk_tokens, self.block_size)
+            for window in windows
         )
-
-    def _find_from_start(self, request: Request, num_blocks: int) -> list[Hit]:
-        """Up to so many blocks, until one is not cached."""
-        hits: list[Hit] = []
-        for index in range(num_blocks):
-            hit = self._find(self._key(request, index))
-            if hit is None:
-                break
-            hits.append(hit)
-        return hits
-
-    def _find_tail(self, request: Request, num_blocks: int, window: Window) -> list[Hit]:
-        """The longest prefix, up to so many blocks, whose sinks and last window are cached; searched from its end."""
-        num_sink_blocks = window.num_sink_blocks(self.block_size)
-        end = num_blocks
-        while end:
-            first = min(end, window.first_block(end * self.block_size, self.block_size))
-            tail: list[Hit] = []
-            for index in range(end - 1, first - 1, -1):
-                hit = self._find(self._key(request, index))
-                if hit is None:
-                    end = index
-                    break
-                tail.append(hit)
-            else:
-                sinks = self._find_from_start(request, min(num_sink_blocks, end))
-                if len(sinks) == min(num_sink_blocks, end):
-                    return [*sinks, *[None] * (first - len(sinks)), *reversed(tail)]
-                end = len(sinks)
-        return []
-
-    def _key(self, request: Request, index: int) -> BlockKey:
-        """The key of a request's full block; made once, in order, as tokens never change."""
-        keys = request.block_keys
-        while len(keys) <= index:
-            start = len(keys) * self.block_size
-            tokens = pack_tokens(request.token_ids[start : start + self.block_size])
-            parent = keys[-1].digest if keys else first_parent(request.cache_salt)
-            keys.append(BlockKey(self._digest(parent, tokens), request.cache_salt, tokens))
-        return keys[index]
+        return _Bounds(windows, tuple(most), max_tokens(windows, self.pool.num_usable, self.block_size))

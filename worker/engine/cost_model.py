@@ -5,18 +5,29 @@ from __future__ import annotations
 from math import sqrt
 from typing import NamedTuple
 
+from common.window import Windows
+
 
 class StepLoad(NamedTuple):
     """What makes a step take its time."""
 
     num_tokens: int  # computed: they pass through all weights
-    num_kv_tokens: int  # attended to, summed over the computed tokens
+    num_kv_tokens: float  # attended to, summed over the computed tokens
     num_rows: int  # requests
 
 
-def chunk_kv_tokens(start: int, count: int) -> int:
-    """Tokens attended to by `count` tokens from position `start` on, each by itself and all before it."""
-    return count * start + count * (count + 1) // 2
+def chunk_kv_tokens(start: int, count: int, windows: Windows = ()) -> float:
+    """Tokens attended to by `count` tokens from position `start` on: by each itself and all before it, or what it sees
+    of them; with several `windows` the mean."""
+    everything = count * start + count * (count + 1) // 2
+    if not windows:
+        return everything
+    seen = 0
+    for window in windows:
+        num_hidden = 0 if window is None else max(0, start + count - window.num_seen)  # of the last token
+        num_short = min(count, num_hidden)  # tokens that see less than all
+        seen += everything - num_short * num_hidden + num_short * (num_short - 1) // 2
+    return seen / len(windows)
 
 
 _SCALES = (1.0, 64.0, 16384.0, 64.0)
@@ -62,10 +73,10 @@ class CostModel:
         """Seconds that a step of this load should take."""
         return sum(c * x for c, x in zip(self._coefficients, _features(load), strict=True))
 
-    def chunk_s(self, start: int, count: int, *, is_new_row: bool) -> float:
+    def chunk_s(self, start: int, count: int, *, is_new_row: bool, windows: Windows = ()) -> float:
         """Seconds that `count` tokens from position `start` on add to a step."""
         _, per_token, per_kv, per_row = self._slopes()
-        return count * per_token + chunk_kv_tokens(start, count) * per_kv + is_new_row * per_row
+        return count * per_token + chunk_kv_tokens(start, count, windows) * per_kv + is_new_row * per_row
 
     def num_affordable(self, start: int, seconds: float, *, is_new_row: bool) -> int:
         """The most tokens from position `start` on that add no more than so many seconds; a free token is 2**31."""

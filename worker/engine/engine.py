@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from common.errors import DuplicateRequestError, LimitExceededError, UnavailableError
 from common.types import Band, FinishReason, ModelLimits, Reason, SamplingParams
+from common.window import Window, salt_of
 from worker.cache.host import Copier, CopyOrders
 from worker.cache.manager import CacheManager
 from worker.cache.pool import IntegrityError
@@ -17,7 +18,7 @@ from worker.engine.outbox import Outbox
 from worker.engine.request import Request
 from worker.engine.scheduler import Scheduler
 from worker.engine.trace import Tracer
-from worker.engine.validation import check_submission
+from worker.engine.validation import check_submission, check_window
 
 MAX_WAITING = 16
 """Requests taken beyond the slots. More would be parked here, where the fleet's queue cannot reorder them."""
@@ -50,14 +51,14 @@ class Engine:
 
         Raises ValueError if `limits`, which gateways see, promises what pool, scheduler or executor do not hold.
         """
-        promised = (limits.block_size, limits.num_blocks, limits.max_num_seqs)
-        held = (manager.block_size, manager.pool.num_usable, scheduler.config.max_num_seqs)
+        promised = (limits.block_size, limits.num_blocks, limits.max_num_seqs, limits.windows)
+        held = (manager.block_size, manager.pool.num_usable, scheduler.config.max_num_seqs, manager.windows)
         computed = (executor.block_size, executor.num_blocks)
         if (copier is None) != (manager.host is None):
             raise ValueError("a copier and host memory to copy to belong together")
         if promised != held or computed != (manager.block_size, len(manager.pool.blocks)):
             raise ValueError(
-                f"(block_size, num_blocks, max_num_seqs) is {promised} in the limits and {held} in the engine; "
+                f"(block_size, num_blocks, max_num_seqs, windows) is {promised} in the limits, {held} in the engine; "
                 f"the executor has (block_size, num_blocks) {computed}, the pool {len(manager.pool.blocks)} blocks"
             )
         self._executor = executor
@@ -128,7 +129,11 @@ class Engine:
             raise DuplicateRequestError(f"attempt {attempt} of request {request_id} is here already")
         if self._draining:
             raise UnavailableError("the worker is draining and takes no new request", reason=Reason.DRAINING)
-        check_submission(self._limits, self._manager.max_tokens, prompt_token_ids, output_token_ids, sampling)
+        check_window(self._limits, sampling)
+        window = self._window_of(sampling, len(prompt_token_ids))
+        windows = self._limits.narrowed(window)
+        max_kv_tokens = self._manager.max_tokens(windows)
+        check_submission(self._limits, max_kv_tokens, prompt_token_ids, output_token_ids, sampling)
         if self.num_requests >= self._max_requests:
             message = f"the worker has {self.num_requests} requests and takes at most {self._max_requests}"
             raise LimitExceededError(message, reason=Reason.NO_CREDIT)
@@ -142,7 +147,8 @@ class Engine:
             num_prompt_tokens=len(prompt_token_ids),
             sampling=sampling,
             band=band,
-            cache_salt=cache_salt,
+            cache_salt=salt_of(cache_salt, window),
+            windows=windows if any(windows) else (),
             arrival=self._num_arrivals,
             arrived_s=arrived_s,
             deadline_s=None if timeout_s is None else arrived_s + timeout_s,
@@ -152,7 +158,7 @@ class Engine:
             max_total_tokens=min(
                 len(prompt_token_ids) + sampling.max_tokens,
                 self._limits.context_length,
-                self._manager.max_tokens + 1,  # the last token's own KV is never needed
+                max_kv_tokens + 1,  # the last token's own KV is never needed
             ),
         )
         if request.deadline_s is not None:
@@ -356,6 +362,14 @@ class Engine:
             if not request.admissions:
                 self._outbox.account(request.session_id, request.request_id, request.attempt)
             del self._requests[request.session_id][request.request_id, request.attempt]
+
+    def _window_of(self, sampling: SamplingParams, num_prompt: int) -> Window | None:
+        """What a request asks to see of itself, if that is less than it would see anyway."""
+        window = sampling.window
+        if window is None or self._limits.narrowed(window) == self._limits.windows:
+            return None
+        most = min(num_prompt + sampling.max_tokens, self._limits.context_length)
+        return window if window.num_tokens < most else None
 
     def _stop_ids(self, sampling: SamplingParams) -> frozenset[int]:
         if sampling.ignore_eos:

@@ -162,7 +162,7 @@ def _extend(chunks: dict[int, Chunk], requests: Iterable[Request], budget: Budge
         wanted = min(len(request.token_ids) - start, most - given)
         if wanted <= 0:
             continue
-        granted = budget.take(start, wanted, is_new_row=not given, is_first=not chunks)
+        granted = budget.take(start, wanted, is_new_row=not given, is_first=not chunks, windows=request.windows)
         if not granted:
             break
         chunks[request.arrival] = (request, given + granted)

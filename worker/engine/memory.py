@@ -65,7 +65,7 @@ class _Planned:
         free = self._manager.num_available
         if victims:
             free += sum(self._manager.num_freed(victim) for victim in victims)
-        if self._manager.blocks_for(num_tokens) + headroom <= free:  # even without a hit
+        if self._manager.blocks_for(request, num_tokens) + headroom <= free:  # even without a hit
             return True
         return self._manager.num_needed(request, num_tokens) + headroom <= free
 
@@ -115,8 +115,7 @@ class LookAhead(_Planned):
         forecast = self._forecast_of_all()
         without = [self._load(victim) for victim in victims]
         # What it would hold that nobody holds now:
-        held = self._manager.num_needed(request, request.num_tokens) * self._manager.block_size
-        load = self._bounded(num_expected(request, self._share), held)
+        load = self._bounded(request, self._manager.num_needed(request, request.num_tokens))
         return forecast.fits(*load, self._capacity, without)
 
     def admit(self, request: Request) -> bool:
@@ -161,17 +160,22 @@ class LookAhead(_Planned):
             manager = self._manager
             num_own = sum(map(_num_own_blocks, self._running)) - manager.num_promised  # those that are taken
             num_shared = manager.counts.referenced - num_own
-            self._capacity = (manager.pool.num_usable - max(0, num_shared)) * manager.block_size
+            num_own_blocks = manager.pool.num_usable - max(0, num_shared)
+            self._capacity = num_own_blocks * manager.block_size // manager.num_tables
         return self._forecast
 
     def _load(self, request: Request) -> tuple[int, int]:
         """Remaining tokens, and the tokens in the blocks that it took for itself or was promised."""
-        held = _num_own_blocks(request) * self._manager.block_size
-        return self._bounded(num_expected(request, self._share), held)
+        return self._bounded(request, _num_own_blocks(request))
 
-    def _bounded(self, remaining: int, held: int) -> tuple[int, int]:
-        """The same load, or that of a request which a window keeps from growing on: all it will hold, from now on."""
-        most = self._manager.max_held_tokens
+    def _bounded(self, request: Request, num_held: int) -> tuple[int, int]:
+        """Remaining tokens, and the tokens in so many blocks; of a request which a window keeps from growing on: none,
+        and all it will hold. A token takes room in every block table."""
+        manager, remaining = self._manager, num_expected(request, self._share)
+        held = num_held * manager.block_size // manager.num_tables
+        if manager.sees_all(request):
+            return remaining, held
+        most = manager.blocks_for(request, request.num_tokens + remaining) * manager.block_size // manager.num_tables
         return (remaining, held) if remaining + held <= most else (0, most)
 
     def _headroom(self, request: Request, num_others: int) -> int:
@@ -179,7 +183,7 @@ class LookAhead(_Planned):
         if not num_others:
             return 0
         if request.num_preemptions:  # it shall not be preempted again before everybody has filled a block
-            return self._config.watermark_blocks + num_others
+            return self._config.watermark_blocks + num_others * self._manager.num_tables
         return self._config.watermark_blocks
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from common.types import Band, FinishReason, SamplingParams
-from common.window import Window
+from common.window import Windows
 from worker.cache.block import BlockKey
 
 
@@ -38,7 +38,7 @@ class Request:
     state: RequestState = RequestState.WAITING
     finish_reason: FinishReason | None = None
     num_computed: int = 0
-    window: Window | None = None  # what it sees of itself, if that is less than the worker would let it see
+    windows: Windows = ()  # what the layers of each block table see of it; empty: everything
     # For every block of tokens one entry per block table of the model (see worker/cache/groups), table after table.
     # Append-only between admission and preemption, but for blocks that left the window: they become 0.
     block_ids: list[int] = field(default_factory=list)

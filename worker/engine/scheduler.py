@@ -85,7 +85,7 @@ class Scheduler:
     def num_held_tokens(self) -> int:
         """Token slots of referenced blocks that hold a running request's token; what several share counts once."""
         unfilled = sum([len(request.block_ids) for request in self.running]) * self.manager.block_size
-        unfilled -= sum([request.num_computed for request in self.running])
+        unfilled -= sum([request.num_computed for request in self.running]) * self.manager.num_tables
         num_left = sum([len(request.block_ids) - request.num_shared_blocks for request in self._staying])
         return (self.manager.counts.referenced - num_left) * self.manager.block_size - unfilled
 
@@ -109,8 +109,8 @@ class Scheduler:
 
     def add(self, request: Request) -> None:
         """Takes a new request; it waits for admission. Raises ValueError if it could only block those behind it."""
-        if not self.manager.can_ever_fit(request.num_tokens):
-            raise ValueError(f"{request} can never fit into {self.manager.max_tokens} tokens' blocks")
+        if not self.manager.can_ever_fit(request):
+            raise ValueError(f"{request} can never fit into {self.manager.pool.num_usable} blocks")
         self.waiting.add(request)
 
     def schedule(self, now_s: float = 0.0) -> Batch:
@@ -189,7 +189,7 @@ class Scheduler:
     def preempt(self, request: Request) -> None:
         """Takes everything from a running request and lets it wait at the place of its arrival; its tokens stay."""
         request.num_lost = request.num_computed
-        self.manager.keep(request, self.budget.recompute_s)
+        self.manager.keep(request, lambda start, count: self.budget.recompute_s(start, count, request.windows))
         self.running.remove(request)
         self._leave_slot(request)
         request.state = RequestState.WAITING
@@ -217,28 +217,30 @@ class Scheduler:
         self.step.num_long = len(self._long)
         return rows, unfinished
 
-    def _try_to_ride(self) -> tuple[list[BatchRow], list[Request], int, Request | None]:
+    def _try_to_ride(self) -> tuple[list[BatchRow], list[Request], float, Request | None]:
         """Rows, unfinished requests and tokens attended to; or the first decode that finds no block."""
         rows: list[BatchRow] = []
         unfinished: list[Request] = []
-        num_kv_tokens = 0
+        num_kv_tokens = 0.0
         self._long, self._paused = [], []
-        block_size, long_after = self.manager.block_size, self.levels.long_after_steps
+        manager, long_after = self.manager, self.levels.long_after_steps
+        block_size, num_tables = manager.block_size, manager.num_tables
         for request in self.running:
             if request.is_paused:
                 self._paused.append(request)
                 continue
             num_tokens = len(request.token_ids)
+            num_covered = len(request.block_ids) // num_tables * block_size
             if num_tokens - request.num_computed > 1:
-                is_full = request.num_computed == len(request.block_ids) * block_size
-                if is_full and not self.manager.secure(request):  # only behind a window
+                is_full = request.num_computed == num_covered
+                if is_full and not manager.secure(request):  # only behind a window
                     return rows, unfinished, num_kv_tokens, request
                 unfinished.append(request)
                 continue
-            if num_tokens > len(request.block_ids) * block_size and not self.manager.grow(request):
+            if num_tokens > num_covered and not manager.grow(request):
                 return rows, unfinished, num_kv_tokens, request
             rows.append(BatchRow(request, 1))
-            num_kv_tokens += num_tokens
+            num_kv_tokens += manager.num_seen(request, num_tokens) if request.windows else num_tokens
             if num_tokens - request.entry_tokens > long_after:
                 self._long.append(request)
         return rows, unfinished, num_kv_tokens, None

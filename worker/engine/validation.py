@@ -17,7 +17,7 @@ def check_submission(
 ) -> None:
     """Raises InvalidRequestError, saying what is needed and what there is, if it can never be served.
 
-    `max_kv_tokens` of one request fit into the pool.
+    `max_kv_tokens` of this request fit into the pool.
     """
     _check_lengths(limits, max_kv_tokens, len(prompt_token_ids), len(output_token_ids), sampling)
     for name, token_ids in (
@@ -31,6 +31,19 @@ def check_submission(
             raise InvalidRequestError.of_field(
                 name, f"{wrong} is not a token id; allowed are 0 to {limits.vocab_size - 1}", Reason.INVALID_TOKEN_ID
             )
+
+
+def check_window(limits: ModelLimits, sampling: SamplingParams) -> None:
+    """Raises InvalidRequestError if the request asks to see nothing, or more than the model sees."""
+    tokens, sinks = sampling.kv_window_tokens, sampling.kv_sink_tokens
+    if tokens is None:
+        return
+    if not 1 <= tokens <= limits.max_window_tokens:
+        what = f"{tokens}; allowed are 1 to {limits.max_window_tokens}"
+        raise InvalidRequestError.of_field("sampling.kv_window_tokens", what)
+    if not 0 <= sinks <= tokens:
+        what = f"{sinks}; allowed are 0 to kv_window_tokens = {tokens}"
+        raise InvalidRequestError.of_field("sampling.kv_sink_tokens", what)
 
 
 def _check_lengths(

@@ -9,7 +9,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from common.window import Windows, narrow
+from common.window import Windows
 from worker.engine.batch import Batch
 from worker.engine.request import Request
 from worker.kernels import StepSizes, StepTables
@@ -25,7 +25,7 @@ class StepInputs:
     def __init__(
         self, max_num_seqs: int, max_tokens: int, max_blocks: int, block_size: int, windows: Windows = (None,)
     ) -> None:
-        """`windows`: what the layers of each group see of a request that has no narrower window of its own."""
+        """`windows`: what the layers of each group see of a request that has no windows of its own."""
         self._windows = windows
         self._block_size = block_size
         self._max_tokens = max_tokens
@@ -127,8 +127,7 @@ class StepInputs:
             self._owners[slot] = request
             self._admissions[slot] = request.admissions
             self._num_entries[slot] = 0
-            for index, own in enumerate(self._windows):
-                window = narrow(own, request.window)
+            for index, window in enumerate(request.windows or self._windows):
                 self._slot_windows[index, :, slot] = (window.num_tokens, window.num_sinks) if window else (0, 0)
         known, total, step = self._num_entries[slot], len(request.block_ids), len(self._windows)
         if total > known:

@@ -106,13 +106,13 @@ def answer_all(runner: ModelRunner, *, host: bool, dice: random.Random | None) -
         pool,
         BLOCK,
         keyed_digest(b""),
-        window=runner.windows[0],
+        windows=runner.windows,
         max_chunk_tokens=16,
         # Whatever computing takes, copying takes less: every preempted request is swapped.
         host=HostTier(pool, copier.num_slots, lambda: -1.0) if copier else None,
     )
     scheduler = Scheduler(manager, SchedulerConfig(3, 32, 16))
-    limits = ModelLimits("tiny", 256, CONFIG.vocab_size, BLOCK, pool.num_usable, 3)
+    limits = ModelLimits("tiny", 256, CONFIG.vocab_size, BLOCK, pool.num_usable, 3, runner.windows)
     engine = Engine(runner, scheduler, manager, limits, [0], copier=copier)
     engine.open_session(SESSION)
     answers: dict[str, Answer] = {}

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import initialize
+from hypothesis.stateful import initialize, invariant
 
 from common.errors import InvalidRequestError
 from common.types import Band, Reason, SamplingParams
-from common.window import Window, narrow
+from common.window import Window, Windows, narrow, num_held_blocks
 from tests.support.fake_executor import generate
 from tests.unit.worker.engine.rig import VOCAB_SIZE, EngineRig
 from tests.unit.worker.engine.test_engine_stateful import STOP_TOKENS, EngineMachine
@@ -128,7 +128,7 @@ def hit_of(manager: CacheManager, token_ids: Sequence[int], salt: str = "") -> R
 
 def cache_of(window: Window, token_ids: Sequence[int], *, num_blocks: int = 64) -> CacheManager:
     """A manager whose cache holds all full blocks of a sequence."""
-    manager = CacheManager(BlockPool(num_blocks + 1), BLOCK, keyed_digest(b""), window=window, max_chunk_tokens=8)
+    manager = CacheManager(BlockPool(num_blocks + 1), BLOCK, keyed_digest(b""), windows=(window,), max_chunk_tokens=8)
     request = make_request(token_ids)
     assert manager.admit(request)
     while request.num_computed < request.num_tokens:
@@ -144,7 +144,7 @@ def evict(manager: CacheManager, token_ids: Sequence[int], *indices: int) -> Non
     """Takes blocks of a sequence out of the cache."""
     request = make_request(token_ids)
     for index in indices:
-        block = manager.pool.find(manager._key(request, index))
+        block = manager.pool.find(manager._prefixes.key(request, index))
         assert block is not None
         manager.pool._forget(block)
         manager.pool._num_cached -= 1
@@ -203,26 +203,26 @@ def test_another_tenant_finds_nothing() -> None:
     assert hit_of(manager, tokens, salt="other").num_computed == 0
 
 
-class WindowMachine(EngineMachine):
-    """The random lives of the engine's test, behind a window."""
+WINDOWS = st.builds(Window, st.integers(1, 20), st.integers(0, 6))
 
-    has_window = True
+
+class WindowMachine(EngineMachine):
+    """The random lives of the engine's test, behind windows: of the model, in all layers or some, and of requests."""
 
     @initialize(
-        num_tokens=st.integers(1, 20),
-        sinks=st.integers(0, 6),
+        windows=st.one_of(st.tuples(WINDOWS), st.lists(st.none() | WINDOWS, min_size=1, max_size=3).map(tuple)),
+        own_windows=st.lists(WINDOWS, max_size=2),
         spare_blocks=st.integers(0, 6),
         block_size=st.integers(1, 5),
         max_num_seqs=st.integers(1, 4),
         max_chunk=st.integers(1, 9),
         mode=st.sampled_from(["full", "full", "paged", "continuous", "static"]),
+        host_slots=st.sampled_from([0, 0, 10]),
     )
-    def start(self, **drawn: Any) -> None:
-        window = Window(drawn["num_tokens"], drawn["sinks"])
-        block_size, max_num_seqs = drawn["block_size"], drawn["max_num_seqs"]
-        num_blocks = window.max_blocks(1, block_size) + drawn["spare_blocks"]
+    def start(self, windows: Windows, own_windows: list[Window], **drawn: Any) -> None:
+        block_size, max_num_seqs, is_full = drawn["block_size"], drawn["max_num_seqs"], drawn["mode"] == "full"
         self.rig = EngineRig(
-            num_blocks=num_blocks,
+            num_blocks=num_held_blocks(windows, 12, 1, block_size) + drawn["spare_blocks"],
             block_size=block_size,
             max_num_seqs=max_num_seqs,
             budget=max_num_seqs + 6,
@@ -230,15 +230,30 @@ class WindowMachine(EngineMachine):
             context_length=40,
             eos_token_ids=STOP_TOKENS,
             mode=drawn["mode"],
-            window=window,
+            windows=windows,
+            host_slots=drawn["host_slots"] if is_full else 0,
+            copy_delay=1,
             long_after_steps=3,
         )
+        self.rig.cost_s = lambda batch: 0.001 * batch.num_tokens
+        most = self.rig.limits.max_window_tokens
+        self.own_windows = (None, *(it for it in own_windows if it.num_sinks <= it.num_tokens <= most))
         self.max_length = 40
         self.wanted = {}
         self.sessions = [1]
         self.num_sessions = 1
         self.num_names = 0
         self.num_failed = 0
+
+    @invariant()
+    def nobody_holds_more_than_its_layers_see(self) -> None:
+        if not hasattr(self, "rig"):
+            return
+        size, step = self.rig.manager.block_size, self.rig.manager.num_tables
+        for request in self.rig.scheduler.running:
+            for table, window in enumerate(request.windows):
+                held = sum(block_id != 0 for block_id in request.block_ids[table::step])
+                assert window is None or held <= window.max_blocks(self.rig.limits.max_chunk_tokens, size)
 
 
 WindowMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=25, deadline=None)

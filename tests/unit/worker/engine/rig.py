@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from common.types import BlockUsage, ClaimRef, FinishReason, ModelLimits, Reason, SamplingParams
-from common.window import Window
+from common.window import Window, Windows, salt_of
 from tests.support.fake_executor import FakeCopier, FakeExecutor, generate
 from worker.cache.block import keyed_digest
 from worker.cache.host import HostTier
@@ -56,6 +56,7 @@ class EngineRig:
         prefix_cache: bool = True,
         mode: str = DEFAULT_MODE,
         window: Window | None = None,
+        windows: Windows = (),
         host_slots: int = 0,
         block_s: float = 1e-9,
         copy_delay: int = 0,
@@ -65,8 +66,9 @@ class EngineRig:
         """`bounds` are further fields of SchedulerConfig; unless told otherwise it plans no memory for any output."""
         bounds = {"optimism": 1.0, "output_share": 0.0} | bounds
         self.now_s = 0.0
+        windows = windows or (window,)
         self.executor = FakeExecutor(
-            num_blocks + 1, block_size, vocab_size=VOCAB_SIZE, max_num_seqs=max_num_seqs, window=window
+            num_blocks + 1, block_size, vocab_size=VOCAB_SIZE, max_num_seqs=max_num_seqs, windows=windows
         )
         self.pool = BlockPool(num_blocks + 1)
         self.copier = FakeCopier(self.executor, host_slots, block_s=block_s, delay=copy_delay) if host_slots else None
@@ -76,14 +78,16 @@ class EngineRig:
             block_size,
             keyed_digest(b"test"),
             prefix_cache=prefix_cache and MODES[mode].prefix_cache,
-            window=window,
+            windows=windows,
             max_chunk_tokens=max_chunk,
             host=self.host,
         )
         self.scheduler = Scheduler(
             self.manager, SchedulerConfig(max_num_seqs, budget, max_chunk, watermark_blocks, **bounds), MODES[mode]
         )
-        limits = ModelLimits("fake", context_length, VOCAB_SIZE, block_size, num_blocks, max_num_seqs)
+        self.limits = limits = ModelLimits(
+            "fake", context_length, VOCAB_SIZE, block_size, num_blocks, max_num_seqs, windows, max_chunk
+        )
         self.engine = Engine(
             self.executor,
             self.scheduler,
@@ -119,11 +123,22 @@ class EngineRig:
         session_id: int = SESSION,
         attempt: int = 1,
         sampling: dict[str, Any] | None = None,
+        window: Window | None = None,
         **options: Any,
     ) -> None:
-        params = SamplingParams(seed=1, max_tokens=max_tokens, **(sampling or {}))
+        """`window`: of the request's own."""
+        sampling = dict(sampling or {})
+        if window is not None:
+            sampling |= {"kv_window_tokens": window.num_tokens, "kv_sink_tokens": window.num_sinks}
+        params = SamplingParams(seed=1, max_tokens=max_tokens, **sampling)
         self.engine.submit(session_id, request_id, attempt, prompt, params, **options)
         self.records[session_id, request_id, attempt] = Record()
+
+    def salt(self, salt: str, window: Window | None, max_length: int) -> str:
+        """Under which the blocks of a request with such a window of its own are cached, if it may get so long."""
+        if window is None or self.limits.narrowed(window) == self.limits.windows:
+            return salt
+        return salt_of(salt, window) if window.num_tokens < min(max_length, self.limits.context_length) else salt
 
     def abort(self, request_id: str, *, session_id: int = SESSION, attempt: int = 1) -> bool:
         return self.engine.abort(session_id, request_id, attempt)

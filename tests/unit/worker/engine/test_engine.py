@@ -306,7 +306,7 @@ def test_a_draining_engine_finishes_what_it_has_and_takes_nothing() -> None:
 def test_limits_that_promise_more_than_there_is_stop_the_start() -> None:
     rig = EngineRig(num_blocks=8)
     limits = ModelLimits("fake", 100, VOCAB_SIZE, block_size=4, num_blocks=9, max_num_seqs=4)
-    with pytest.raises(ValueError, match=r"\(4, 9, 4\) in the limits and \(4, 8, 4\)"):
+    with pytest.raises(ValueError, match=r"\(4, 9, 4, .*\) in the limits, \(4, 8, 4, "):
         Engine(rig.executor, rig.scheduler, rig.manager, limits, [])
     with pytest.raises(ValueError, match="executor has"):
         Engine(FakeExecutor(10, 4), rig.scheduler, rig.manager, replace(limits, num_blocks=8), [])

@@ -11,6 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from common.errors import InvalidRequestError, LimitExceededError
 from common.types import Band, FinishReason, Reason
+from common.window import Window
 from tests.support.fake_executor import generate
 from tests.unit.worker.engine.rig import VOCAB_SIZE, EngineRig, Name, reason_of
 from worker.cache.manager import HOLE
@@ -27,7 +28,7 @@ STOP_TOKENS = range(0, VOCAB_SIZE, 17)  # about every seventeenth token ends a r
 
 
 class EngineMachine(RuleBasedStateMachine):
-    has_window = False
+    own_windows: tuple[Window | None, ...] = (None,)  # that requests ask for
 
     @initialize(
         num_blocks=st.integers(5, 12),
@@ -99,12 +100,15 @@ class EngineMachine(RuleBasedStateMachine):
         self, prompt: list[int], max_tokens: int, known: int, salt: str, band: Band, data: st.DataObject
     ) -> None:
         session_id = data.draw(st.sampled_from(self.sessions))
+        window = data.draw(st.sampled_from(self.own_windows))
+        max_length = min(self.max_length, self.rig.limits.max_kv_tokens(window) + 1)
         self.num_names += 1
-        tokens = generate(prompt, 40, vocab_size=VOCAB_SIZE, salt=salt)
+        own_salt = self.rig.salt(salt, window, len(prompt) + max_tokens)
+        tokens = generate(prompt, 40, vocab_size=VOCAB_SIZE, salt=own_salt)
         length = next(  # of the output
             length
             for length in range(known + 1, 41)
-            if tokens[length - 1] in STOP_TOKENS or length >= max_tokens or len(prompt) + length >= self.max_length
+            if tokens[length - 1] in STOP_TOKENS or length >= max_tokens or len(prompt) + length >= max_length
         )
         stops = tokens[length - 1] in STOP_TOKENS
         name = (session_id, f"r{self.num_names}", 1)
@@ -117,9 +121,10 @@ class EngineMachine(RuleBasedStateMachine):
                 output_token_ids=tokens[:known],
                 cache_salt=salt,
                 band=band,
+                window=window,
             )
         except InvalidRequestError:
-            assert known >= max_tokens or len(prompt) + max(known, 1) >= self.max_length
+            assert known >= max_tokens or len(prompt) + max(known, 1) >= max_length
         except LimitExceededError:
             assert self.rig.engine.num_requests > 16
         else:
@@ -192,8 +197,10 @@ class EngineMachine(RuleBasedStateMachine):
 
     @invariant()
     def whoever_runs_has_blocks_or_their_promise_for_all_its_tokens_but_the_last(self) -> None:
-        if hasattr(self, "rig") and not self.has_window:  # behind a window it gets them by and by
+        if hasattr(self, "rig"):
             for request in self.rig.scheduler.running:
+                if request.windows:  # then it gets them by and by
+                    continue
                 num_blocks = len(request.block_ids) + request.num_promised
                 assert num_blocks * self.rig.manager.block_size >= request.num_tokens - 1
 
@@ -203,7 +210,8 @@ class EngineMachine(RuleBasedStateMachine):
             size = self.rig.manager.block_size
             held: dict[int, int] = {}  # tokens by block; shared ones are full
             for request in self.rig.scheduler.running:
-                for index, block_id in enumerate(request.block_ids):
+                for place, block_id in enumerate(request.block_ids):
+                    index = place // self.rig.manager.num_tables
                     if block_id != HOLE:
                         held[block_id] = min(size, max(0, request.num_computed - index * size))
             assert self.rig.scheduler.num_held_tokens == sum(held.values())

@@ -58,7 +58,7 @@ def test_groups_of_layers_have_tables_and_windows_of_their_own() -> None:
     inputs = make_inputs((None, Window(20)))
     own, narrow = make_request("a", 9, 1, [1, 2, 3, 4]), make_request("b", 9, 3, [5, 6, 7, 8])
     own.num_computed = narrow.num_computed = 8
-    narrow.window = Window(10, 4)
+    narrow.windows = (Window(10, 4), Window(10, 4))
     inputs.prepare(Batch((BatchRow(own, 1), BatchRow(narrow, 1))))
     everything, local = inputs.tables
     assert everything.block_tables[[1, 3], :2].tolist() == [[1, 3], [5, 7]]

@@ -47,7 +47,7 @@ def test_evicted_or_kept_the_logits_are_the_same(backend: str, dtype: torch.dtyp
     for part in (runner.storage.layer(index) for index in range(CONFIG.num_layers)):
         part.keys[0], part.values[0] = torch.nan, torch.nan
     pool = BlockPool(32)
-    manager = CacheManager(pool, BLOCK, keyed_digest(b""), window=window, max_chunk_tokens=5, prefix_cache=False)
+    manager = CacheManager(pool, BLOCK, keyed_digest(b""), windows=(window,), max_chunk_tokens=5, prefix_cache=False)
     tokens = prompt(100)
     kept, sliding = make_request(tokens, 0, range(40, 53)), make_request(tokens, 1, ())
     assert manager.admit(sliding)
