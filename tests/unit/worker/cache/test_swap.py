@@ -231,7 +231,6 @@ class SwapMachine(EngineMachine):
     )
     def start(self, **drawn: Any) -> None:
         window = None if drawn["window"] is None else Window(drawn["window"], 2)
-        self.has_window = window is not None
         block_size, num_blocks = drawn["block_size"], drawn["num_blocks"]
         if window is not None:
             num_blocks += window.max_blocks(1, block_size)

@@ -122,7 +122,7 @@ def test_a_request_that_would_block_everybody_for_ever_is_not_taken() -> None:
     rig.submit("r", [1] * 10)
     request = rig.scheduler.waiting.first(1)[0]
     request.token_ids = [1] * 33
-    with pytest.raises(ValueError, match="can never fit into 32 tokens' blocks"):
+    with pytest.raises(ValueError, match="can never fit into 8 blocks"):
         rig.scheduler.add(request)
 
 
