@@ -1,0 +1,82 @@
+"""Workers that are killed, stop, vanish from the network or restart cost their requests a pause, and nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from tests.chaos.cluster import Cluster, Server
+from tests.chaos.invariants import check_all, check_worker_counters
+from tests.chaos.namespace import Namespace, reason_against_namespaces
+from tests.chaos.node import eventually
+from tests.chaos.traffic import Traffic
+
+pytestmark = [pytest.mark.asyncio(loop_scope="package"), pytest.mark.timeout(300)]
+
+
+def _cut(worker: Server) -> None:
+    assert worker.link is not None
+    worker.link.cut()
+
+
+async def test_no_harm(cluster: Cluster, traffic: Traffic) -> None:
+    before = check_worker_counters(cluster)
+    async with traffic.running():
+        await traffic.more(6000)
+    await check_all(cluster, traffic)
+    check_worker_counters(cluster, before)
+
+
+async def test_killed(cluster: Cluster, traffic: Traffic) -> None:
+    async with traffic.running():
+        for worker in cluster.workers:
+            await traffic.more()
+            await worker.node.kill()
+            await cluster.until_seen(1)
+            await traffic.more()
+            await cluster.heal()
+        await traffic.more()
+    await check_all(cluster, traffic)
+
+
+@pytest.mark.parametrize("harm", [lambda worker: worker.node.freeze(), _cut], ids=["stopped", "black hole"])
+async def test_silent(cluster: Cluster, traffic: Traffic, harm: Callable[[Server], None]) -> None:
+    async with traffic.running():
+        await traffic.more()
+        harm(cluster.workers[0])
+        await cluster.until_seen(1)
+        assert all(gateway.node.events("worker_silent") for gateway in cluster.gateways)
+        await traffic.more()
+        await cluster.heal()
+        await traffic.more()
+    await check_all(cluster, traffic)
+
+
+async def test_rolling_restart(cluster: Cluster, traffic: Traffic) -> None:
+    async with traffic.running():
+        for worker in cluster.workers:
+            await traffic.more()
+            assert await worker.node.drain() == 0
+            await cluster.heal()
+        await traffic.more()
+    await check_all(cluster, traffic)
+
+
+async def test_packets_lost_in_a_network_namespace(cluster: Cluster, traffic: Traffic) -> None:
+    if reason := reason_against_namespaces():
+        pytest.skip(reason)
+    with Namespace() as namespace:
+        far = await cluster.add_worker_in(namespace)
+        try:
+            async with traffic.running():
+                await eventually(lambda: far.metric("tidegate_worker_running") > 1, "the far worker is busy")
+                namespace.cut()
+                await cluster.until_seen(len(cluster.workers) - 1)
+                await traffic.more()
+                namespace.mend()
+                await cluster.until_seen(len(cluster.workers))
+                await traffic.more()
+            await check_all(cluster, traffic)
+        finally:
+            await cluster.remove_worker(far)

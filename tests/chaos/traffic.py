@@ -1,0 +1,217 @@
+"""Clients of several tenants that ask without a break, as clients do: they retry, resume, cancel and give up."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import time
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import aclosing, asynccontextmanager
+from dataclasses import dataclass, field
+from random import Random
+
+from client import Accepted, ClientError, Delta, Event, Finished, Text
+from client.jobs import Job
+from common.types import FinishReason, JobState, Reason
+from tests.chaos.cluster import Cluster
+from tests.chaos.node import eventually
+from tests.chaos.questions import Question
+
+KINDS = {"plain": 8, "resumable": 4, "keyed": 3, "cancelled": 2, "left": 2, "late": 1, "job": 2}
+ANSWER_S = 90.0  # for a whole answer, through whatever happens
+RETRY_S = 0.1
+# What a client may hear before its request is accepted, and then asks again.
+_TRY_AGAIN = frozenset({"UNAVAILABLE", "RESOURCE_EXHAUSTED", "ALREADY_EXISTS"})
+
+
+@dataclass(slots=True)
+class Call:
+    """One request, as its client saw it. A request that goes on elsewhere is one call with several streams."""
+
+    number: int
+    kind: str
+    tenant: str
+    question: Question
+    request_id: str = ""
+    accepted_at: float | None = None  # monotonic
+    last_delta_at: float | None = None  # of the last but one delta
+    ended_at: float | None = None
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    offset: int = 0
+    num_streams: int = 0  # that were accepted
+    finished: list[Finished] = field(default_factory=list)
+    failures: list[ClientError] = field(default_factory=list)  # of streams that were accepted
+    refusals: list[ClientError] = field(default_factory=list)  # before that
+    job: Job | None = None
+    fault: str = ""  # what the client thinks was wrong
+    longest_gap_s: float = 0.0
+    _previous_delta_at: float | None = None
+
+    def take(self, event: Event) -> None:
+        """Notes what came."""
+        now = time.monotonic()
+        if isinstance(event, Accepted):
+            self.num_streams += 1
+            self.request_id = event.request_id
+            self.accepted_at = self.accepted_at or now
+        elif isinstance(event, Delta):
+            if self._previous_delta_at is not None:
+                self.longest_gap_s = max(self.longest_gap_s, now - self._previous_delta_at)
+            self.last_delta_at, self._previous_delta_at = self._previous_delta_at, now
+            self.text += event.text
+            self.token_ids += event.token_ids
+            self.offset = event.offset or self.offset
+        else:
+            self.finished.append(event)
+
+
+class Traffic:
+    """`running` keeps a number of calls going; afterwards `calls` are all that were made, every one at its end."""
+
+    def __init__(self, cluster: Cluster, questions: list[Question], seed: int) -> None:
+        self._cluster = cluster
+        self._questions = questions
+        self._random = Random(seed)
+        self._name = f"{seed}-{time.time_ns() // 1_000_000 % 10**9}"
+        self._numbers = itertools.count()
+        self._is_stopping = False
+        self.calls: list[Call] = []
+        self.num_tokens = 0
+        self.kinds = KINDS
+        self.may_break = False  # streams of gateways that are killed or drained break, unless they can be resumed
+
+    @asynccontextmanager
+    async def running(self, num_calls: int = 16) -> AsyncIterator[None]:
+        """Asks while it is open; waits for every answer at the end."""
+        askers = [asyncio.create_task(self._ask_on()) for _ in range(num_calls)]
+        try:
+            yield
+            self._is_stopping = True
+            async with asyncio.timeout(ANSWER_S + 30):
+                await asyncio.gather(*askers)
+        finally:
+            for asker in askers:
+                asker.cancel()
+            await asyncio.gather(*askers, return_exceptions=True)
+
+    async def more(self, num_tokens: int = 1500) -> None:
+        """Waits until so many more tokens have come."""
+        wanted = self.num_tokens + num_tokens
+        await eventually(lambda: self.num_tokens >= wanted, f"{num_tokens} more tokens")
+
+    async def _ask_on(self) -> None:
+        while not self._is_stopping:
+            await self.ask()
+
+    async def ask(self, kind: str = "", tenant: str = "") -> Call:
+        """Makes one call, drawn at random where nothing is said, and sees it through."""
+        random = self._random
+        kind = kind or random.choices(list(self.kinds), list(self.kinds.values()))[0]
+        tenant = tenant or random.choice(("paying", "regular", "batch", "limited"))
+        call = Call(next(self._numbers), kind, "batch" if kind == "job" else tenant, random.choice(self._questions))
+        self.calls.append(call)
+        try:
+            async with asyncio.timeout(ANSWER_S):
+                if kind == "job":
+                    await self._ask_job(call)
+                else:
+                    await self._ask_stream(call, random.randrange(2), Random(random.random()))
+        except TimeoutError:
+            call.fault = call.fault or f"no end within {ANSWER_S:g} s"
+        call.ended_at = time.monotonic()
+        return call
+
+    async def _ask_stream(self, call: Call, gateway: int, random: Random) -> None:
+        name = f"{self._name}-{call.number}"
+        leaves_after = random.randrange(1, 40) if call.kind in ("cancelled", "left") else None
+        timeout_s = random.uniform(0.1, 1.0) if call.kind == "late" else None
+        while True:
+            client = self._cluster.client(call.tenant, gateway)
+            if call.kind == "resumable" and call.num_streams:
+                events = client.resume(call.request_id, call.offset)
+            else:
+                call.text, call.token_ids = "", []  # a key brings all of it again
+                events = client.generate(
+                    Text(call.question.prompt),
+                    call.question.sampling,
+                    request_id="" if call.kind == "keyed" else f"{name}-{len(call.refusals)}",
+                    resumable=call.kind == "resumable",
+                    idempotency_key=name if call.kind == "keyed" else "",
+                    return_token_ids=True,
+                    timeout_s=timeout_s,
+                )
+            num_streams = call.num_streams
+            try:
+                await self._read(call, events, leaves_after, 1 - gateway)
+                return
+            except ClientError as error:
+                if not self._goes_on(call, error, was_accepted=call.num_streams > num_streams):
+                    return
+            await asyncio.sleep(RETRY_S)
+            gateway = 1 - gateway
+
+    def _goes_on(self, call: Call, error: ClientError, *, was_accepted: bool) -> bool:
+        """Whether the client asks again after a failure."""
+        if call.kind == "late" and error.status == "DEADLINE_EXCEEDED":
+            call.failures.append(error)
+            return False
+        if not was_accepted:
+            call.refusals.append(error)
+            if error.status not in _TRY_AGAIN and not (call.kind == "resumable" and error.status == "NOT_FOUND"):
+                call.fault = f"refused with {error}"
+                return False
+            return not (self._is_stopping and call.num_streams == 0)
+        call.failures.append(error)
+        is_break = error.status == "UNAVAILABLE" and error.reason in (None, Reason.DRAINING)
+        if not is_break or not self.may_break:
+            call.fault = f"failed with {error}"
+            return False
+        return call.kind in ("resumable", "keyed")
+
+    async def _read(
+        self, call: Call, events: AsyncGenerator[Event, None], leaves_after: int | None, other: int
+    ) -> None:
+        async with aclosing(events):
+            async for event in events:
+                call.take(event)
+                if isinstance(event, Delta):
+                    self.num_tokens += len(event.token_ids)
+                if leaves_after is not None and len(call.token_ids) >= leaves_after and not call.finished:
+                    if call.kind == "left":
+                        return
+                    leaves_after = None
+                    try:
+                        await self._cluster.client(call.tenant, other).cancel(call.request_id)
+                    except ClientError as error:  # it has just ended, or the other gateway is away
+                        if error.status not in ("NOT_FOUND", "UNAVAILABLE"):
+                            call.fault = f"cancel: {error}"
+
+    async def _ask_job(self, call: Call) -> None:
+        call.request_id = f"{self._name}-{call.number}"
+        ended = (JobState.DONE, JobState.FAILED, JobState.CANCELLED)
+        is_submitted = False
+        for gateway in itertools.cycle((0, 1)):
+            client = self._cluster.client(call.tenant, gateway)
+            try:
+                if not is_submitted:
+                    prompt = Text(call.question.prompt)
+                    await client.submit_job(prompt, call.question.sampling, job_id=call.request_id, timeout_s=5)
+                    is_submitted = True
+                job = await client.get_job(call.request_id, timeout_s=5)
+                if job.state in ended:
+                    call.job = job
+                    return
+            except ClientError as error:
+                if error.status not in (*_TRY_AGAIN, "DEADLINE_EXCEEDED"):
+                    call.fault = f"job: {error}"
+                    return
+                if self._is_stopping and not is_submitted:
+                    call.refusals.append(error)
+                    return
+            await asyncio.sleep(RETRY_S)
+
+
+def is_whole(call: Call) -> bool:
+    """Whether the call was to be answered in full."""
+    return call.finished != [] and call.finished[-1].reason is not FinishReason.CANCELLED
