@@ -62,9 +62,9 @@ class GatewayApp:
         clock = clock or SystemClock()
         random = random or SystemRandom()
         self._settings = settings
-        self.gateway_id = (
-            settings.gateway_id or f"{socket.gethostname()[:40]}-{os.getpid()}-{random.randbytes(4).hex()}"
-        )
+        # Every start is a gateway of its own: what an earlier one of that name has left is then reaped as a dead one's.
+        name = settings.gateway_id or f"{socket.gethostname()[:40]}-{os.getpid()}"
+        self.gateway_id = f"{name}-{random.randbytes(4).hex()}"
         self._registry = CollectorRegistry()
         self._metrics_server: MetricsServer | None = None
         metrics = GatewayMetrics(self._registry)
@@ -302,10 +302,6 @@ class GatewayApp:
             await self._server.set_serving(names, is_serving=is_serving)
             await self._changed.wait()
             self._changed.clear()
-
-
-def _choose_gateway_id(random: Random) -> str:
-    return f"{socket.gethostname()[:40]}-{os.getpid()}-{random.randbytes(4).hex()}"
 
 
 def _server_options(settings: GatewaySettings) -> ServerOptions:

@@ -53,7 +53,11 @@ class GatewaySettings(Settings):
         300.0, gt=0, description="seconds that a gateway may admit requests of limited tenants without the store"
     )
     pool: str = Field("default", pattern=r"^[a-z0-9][a-z0-9_-]{0,63}$", description="fleet whose queue is served")
-    gateway_id: str = Field("", pattern=r"^[A-Za-z0-9._-]{0,64}$", description="unique in the fleet; empty: chosen")
+    gateway_id: str = Field(
+        "",
+        pattern=r"^[A-Za-z0-9._-]{0,64}$",
+        description="name in the fleet, to which every start adds its own; empty: chosen",
+    )
     tenants_file: Path = Field(
         Path("tenants.json"),
         description="JSON file of tenants: id, key_sha256, band, weight, limits; read at the start and when it changes",

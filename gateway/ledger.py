@@ -36,6 +36,8 @@ class UsageRecord:
 class Ledger(Protocol):
     """Every opened record is closed exactly once: by its gateway, or, should that die, by another one.
 
+    A gateway that was only taken for dead replaces what the other wrote.
+
     All methods raise UnavailableError(STORE_UNAVAILABLE) when the store cannot be reached.
     """
 
@@ -48,7 +50,7 @@ class Ledger(Protocol):
         ...
 
     async def close(self, record: UsageRecord) -> bool:
-        """Writes a record for good. False, and nothing is written, if it is not open (any more). May be repeated."""
+        """Writes a record for good. False, and nothing is written, if that was done already. May be repeated."""
         ...
 
     async def reap(self) -> int:

@@ -193,7 +193,8 @@ class PoolKeys:
     def ledger(self) -> str:
         """STREAM, one entry for each request that was accepted and has ended: the fields of `UsageRecord`.
 
-        Added to by ledger_close and ledger_reap, which also cut it to its length; without an end.
+        Added to by ledger_close and ledger_reap, which also cut it to its length; ledger_close replaces what
+        ledger_reap has written of a gateway that lives after all; without an end.
         """
         return self.prefix + "ledger"
 
@@ -208,6 +209,13 @@ class PoolKeys:
         Written by ledger_open and ledger_note, removed field by field by ledger_close or, once it is dead, ledger_reap.
         """
         return f"{self.prefix}ledger_open:{gateway_id}"
+
+    def reaped_records(self, gateway_id: str) -> str:
+        """HASH record id -> its entry in the stream, of records that others have closed.
+
+        Written by ledger_reap, removed field by field by ledger_close, expires an hour after the last.
+        """
+        return f"{self.prefix}ledger_reaped:{gateway_id}"
 
     # The journal of resumable streams
 

@@ -64,7 +64,13 @@ class RedisLedger:
         """`max_records`: the stream's length, beyond which the oldest records go."""
         keys = PoolKeys(pool)
         self._prefix = keys.prefix
-        self._keys = [keys.ledger, keys.ledger_owners, keys.open_records(gateway_id), keys.prefix + "gateways"]
+        self._keys = [
+            keys.ledger,
+            keys.ledger_owners,
+            keys.open_records(gateway_id),
+            keys.prefix + "gateways",
+            keys.reaped_records(gateway_id),
+        ]
         self._gateway_id = gateway_id
         self._max_records = max_records
         self._link = Link(store, timeout_s=timeout_s)

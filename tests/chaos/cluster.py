@@ -253,6 +253,11 @@ class Cluster:
             return -1
         return sum(model.num_workers for model in models)
 
+    @property
+    def gateway_ids(self) -> list[str]:
+        """What the present starts of the gateways are called in the store."""
+        return [gateway.node.events("gateway_started")[-1]["gateway_id"] for gateway in self.gateways]
+
     def is_reaped(self, gateway: str) -> bool:
         """Whether nothing is left in the store of what a gateway owned."""
         keys = PoolKeys(POOL)

@@ -16,8 +16,9 @@ async def test_killed_and_back_later(cluster: Cluster, traffic: Traffic) -> None
     traffic.may_break = True
     async with traffic.running():
         await traffic.more()
+        dead = cluster.gateway_ids[0]
         await cluster.gateways[0].node.kill()
-        await eventually(lambda: cluster.is_reaped("gateway-0"), "what it owned is reaped")
+        await eventually(lambda: cluster.is_reaped(dead), "what it owned is reaped")
         await traffic.more()
         await cluster.heal()
         await traffic.more()
@@ -25,7 +26,7 @@ async def test_killed_and_back_later(cluster: Cluster, traffic: Traffic) -> None
 
 
 async def test_killed_and_back_at_once(cluster: Cluster, traffic: Traffic) -> None:
-    """Before anybody else has taken it for dead, under the same id."""
+    """Under the same name, before anybody has taken it for dead."""
     traffic.may_break = True
     async with traffic.running():
         await traffic.more()
@@ -52,7 +53,7 @@ async def test_stopped_for_longer_than_its_sign_of_life_lasts(cluster: Cluster, 
     async with traffic.running():
         await traffic.more()
         cluster.gateways[0].node.freeze()
-        await eventually(lambda: cluster.is_reaped("gateway-0"), "what it owned is reaped")
+        await eventually(lambda: cluster.is_reaped(cluster.gateway_ids[0]), "what it owned is reaped")
         await cluster.heal()
         await traffic.more()
     await check_all(cluster, traffic)

@@ -37,7 +37,7 @@ async def test_out_of_reach_of_one_gateway(cluster: Cluster, traffic: Traffic) -
     async with traffic.running():
         await traffic.more()
         link.cut()
-        await eventually(lambda: cluster.is_reaped("gateway-0"), "the other one takes it for dead")
+        await eventually(lambda: cluster.is_reaped(cluster.gateway_ids[0]), "the other one takes it for dead")
         link.mend()
         await traffic.more()
     await check_all(cluster, traffic)

@@ -208,9 +208,8 @@ async def test_a_record_is_written_once_however_often_it_is_closed(
     redis_url: str, redis_client: redis.Redis, pool: str
 ) -> None:
     ledger = RedisLedger(redis_url, pool=pool, gateway_id="me", max_records=100)
-    assert not await ledger.close(usage("never opened"))
     await ledger.open(usage())
-    await ledger.note([usage(generated_tokens=5), usage("never opened")])
+    await ledger.note([usage(generated_tokens=5), usage("not open")])
     closings = await asyncio.gather(*(ledger.close(usage(outcome="completed")) for _ in range(5)))
     assert sorted(closings) == [False] * 4 + [True]
     await ledger.note([usage(generated_tokens=6)])
@@ -218,6 +217,34 @@ async def test_a_record_is_written_once_however_often_it_is_closed(
     assert len(records(redis_client, pool)) == 1
     await ledger.leave()
     assert redis_client.smembers(PoolKeys(pool).ledger_owners) == set()
+
+
+async def test_what_a_store_has_lost_is_written_all_the_same(
+    redis_url: str, redis_client: redis.Redis, pool: str
+) -> None:
+    ledger = RedisLedger(redis_url, pool=pool, gateway_id="me", max_records=100)
+    await ledger.open(usage())
+    redis_client.delete(PoolKeys(pool).open_records("me"))
+    assert await ledger.close(usage(outcome="completed"))
+    assert not await ledger.close(usage(outcome="completed"))
+    assert [record["outcome"] for record in records(redis_client, pool)] == ["completed"]
+    await ledger.leave()
+
+
+async def test_a_gateway_that_was_thought_dead_replaces_what_others_wrote(
+    redis_url: str, redis_client: redis.Redis, pool: str
+) -> None:
+    me, other = (RedisLedger(redis_url, pool=pool, gateway_id=name, max_records=100) for name in ("me", "other"))
+    await me.open(usage())
+    assert await other.reap() == 1  # there is no sign of life of anybody
+    assert [record["outcome"] for record in records(redis_client, pool)] == ["lost"]
+    await me.note([usage(generated_tokens=6)])
+    closings = [await me.close(usage(outcome="completed", generated_tokens=7)) for _ in range(2)]
+    assert closings == [True, False]
+    [record] = records(redis_client, pool)
+    assert (record["outcome"], record["generated_tokens"]) == ("completed", "7")
+    await me.leave()
+    await other.leave()
 
 
 async def test_the_ledger_has_a_bound(redis_url: str, redis_client: redis.Redis, pool: str) -> None:
