@@ -51,6 +51,10 @@ class ClientError(Exception):
 def from_rpc_error(error: grpc.aio.AioRpcError) -> ClientError:
     """The error of a call with what its details say; details that cannot be read are left out."""
     status = error.code().name
+    if error.code() is grpc.StatusCode.CANCELLED:
+        # Nobody here cancelled it, that is another exception: the library at the other end says this, and no more, of
+        # calls that come while a server leaves.
+        status = grpc.StatusCode.UNAVAILABLE.name
     message = error.details() or "the server gave no message"
     rich = status_pb2.Status()
     for key, value in error.trailing_metadata():

@@ -195,6 +195,13 @@ def test_details_that_cannot_be_read_are_left_out(details: bytes | None) -> None
     )
 
 
+def test_a_call_that_a_leaving_server_never_began_is_unavailable() -> None:
+    error = grpc.aio.AioRpcError(
+        grpc.StatusCode.CANCELLED, grpc.aio.Metadata(), grpc.aio.Metadata(), details="CANCELLED"
+    )
+    assert from_rpc_error(error).status == "UNAVAILABLE"
+
+
 async def test_nobody_listens() -> None:
     async with Client("127.0.0.1:1") as client:
         with pytest.raises(ClientError) as caught:
