@@ -20,6 +20,7 @@ from tests.chaos.questions import Question
 KINDS = {"plain": 8, "resumable": 4, "keyed": 3, "cancelled": 2, "left": 2, "late": 1, "job": 2}
 ANSWER_S = 90.0  # for a whole answer, through whatever happens
 RETRY_S = 0.1
+_TICK_S = 0.05
 # What a client may hear before its request is accepted, and then asks again.
 _TRY_AGAIN = frozenset({"UNAVAILABLE", "RESOURCE_EXHAUSTED", "ALREADY_EXISTS"})
 
@@ -78,6 +79,7 @@ class Traffic:
         self._is_stopping = False
         self.calls: list[Call] = []
         self.num_tokens = 0
+        self.lag_s = 0.0  # the longest that this program was late to read
         self.kinds = KINDS
         self.may_break = False  # streams of gateways that are killed or drained break, unless they can be resumed
 
@@ -85,15 +87,22 @@ class Traffic:
     async def running(self, num_calls: int = 16) -> AsyncIterator[None]:
         """Asks while it is open; waits for every answer at the end."""
         askers = [asyncio.create_task(self._ask_on()) for _ in range(num_calls)]
+        watching = asyncio.create_task(self._watch_lag())
         try:
             yield
             self._is_stopping = True
             async with asyncio.timeout(ANSWER_S + 30):
                 await asyncio.gather(*askers)
         finally:
-            for asker in askers:
-                asker.cancel()
-            await asyncio.gather(*askers, return_exceptions=True)
+            for task in (watching, *askers):
+                task.cancel()
+            await asyncio.gather(watching, *askers, return_exceptions=True)
+
+    async def _watch_lag(self) -> None:
+        while True:
+            slept_at = time.monotonic()
+            await asyncio.sleep(_TICK_S)
+            self.lag_s = max(self.lag_s, time.monotonic() - slept_at - _TICK_S)
 
     async def more(self, num_tokens: int = 1500) -> None:
         """Waits until so many more tokens have come."""
