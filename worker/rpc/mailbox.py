@@ -21,15 +21,14 @@ class Mailbox:
     def __init__(self) -> None:
         self._outputs: dict[tuple[str, int], worker_pb2.RequestOutput] = {}
         self._usage: worker_pb2.BlockUsage | None = None
-        self._rejections: deque[worker_pb2.Rejected] = deque()
-        self._handed_back: deque[worker_pb2.HandedBack] = deque()
+        self._ends: deque[worker_pb2.SessionEvent] = deque()  # rejected and handed back; sent after all tokens
         self._goodbye: worker_pb2.Goodbye | None = None
         self._is_news = asyncio.Event()
         self._is_room = asyncio.Event()
         self._is_room.set()
 
     def __repr__(self) -> str:
-        return f"Mailbox(outputs={len(self._outputs)}, rejections={len(self._rejections)}, goodbye={self._goodbye})"
+        return f"Mailbox(outputs={len(self._outputs)}, ends={len(self._ends)}, goodbye={self._goodbye})"
 
     def put_outputs(self, outputs: Iterable[worker_pb2.RequestOutput]) -> None:
         """Adds tokens; those of a request that still waits here are appended to it. Takes ownership."""
@@ -51,13 +50,13 @@ class Mailbox:
         self._update_events()
 
     def put_rejected(self, rejected: worker_pb2.Rejected) -> None:
-        """Adds an answer to a submit."""
-        self._rejections.append(rejected)
+        """Adds an answer to a submit, or the end of a request that failed."""
+        self._ends.append(worker_pb2.SessionEvent(rejected=rejected))
         self._update_events()
 
     def put_handed_back(self, handed_back: worker_pb2.HandedBack) -> None:
-        """Adds a request that is to go on elsewhere; sent after all tokens."""
-        self._handed_back.append(handed_back)
+        """Adds a request that is to go on elsewhere."""
+        self._ends.append(worker_pb2.SessionEvent(handed_back=handed_back))
         self._update_events()
 
     def put_goodbye(self, reason: types_pb2.Reason.ValueType) -> None:
@@ -77,22 +76,19 @@ class Mailbox:
         return event
 
     def _update_events(self) -> None:
-        is_end = self._handed_back or self._goodbye is not None
-        is_news = self._rejections or self._outputs or self._usage is not None or is_end
+        is_news = self._outputs or self._usage is not None or self._ends or self._goodbye is not None
         (self._is_news.set if is_news else self._is_news.clear)()
-        is_room = len(self._rejections) + len(self._outputs) + len(self._handed_back) < MAX_REQUESTS
+        is_room = len(self._outputs) + len(self._ends) < MAX_REQUESTS
         (self._is_room.set if is_room else self._is_room.clear)()
 
     def _next(self) -> worker_pb2.SessionEvent:
-        if self._rejections:
-            return worker_pb2.SessionEvent(rejected=self._rejections.popleft())
         if self._outputs or self._usage is not None:
             step = worker_pb2.Step(usage=self._usage)
             self._usage = None
             self._take_outputs(step)
             return worker_pb2.SessionEvent(step=step)
-        if self._handed_back:
-            return worker_pb2.SessionEvent(handed_back=self._handed_back.popleft())
+        if self._ends:
+            return self._ends.popleft()
         event = worker_pb2.SessionEvent(goodbye=self._goodbye)
         self._goodbye = None
         return event

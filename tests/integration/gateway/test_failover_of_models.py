@@ -1,4 +1,4 @@
-"""Real workers with a small random model, one of which is killed or drained: not a byte of any answer changes."""
+"""Real workers with a small random model that lose or hand back requests: not a byte of any answer changes."""
 
 from __future__ import annotations
 
@@ -40,7 +40,15 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-async def workers(model_folder: Path, tmp_path: Path) -> AsyncIterator[list[tuple[Child, str]]]:
+def extra_settings() -> dict[str, str]:
+    """Of the workers; to be overridden."""
+    return {}
+
+
+@pytest.fixture
+async def workers(
+    model_folder: Path, tmp_path: Path, extra_settings: dict[str, str]
+) -> AsyncIterator[list[tuple[Child, str]]]:
     """Two worker processes, which serve."""
     async with AsyncExitStack() as stack:
         addresses = [f"127.0.0.1:{port}" for port in free_ports(2)]
@@ -57,6 +65,7 @@ async def workers(model_folder: Path, tmp_path: Path) -> AsyncIterator[list[tupl
                 "kv_cache_mib": "8",
                 "worker_id": f"w{number}",
                 "drain_s": "0.3",
+                **extra_settings,
             }
             env = {f"TIDEGATE_WORKER_{name.upper()}": value for name, value in settings.items()}
             env |= os.environ | {"TIDEGATE_FLEET_KEY": FLEET_KEY}
@@ -104,17 +113,39 @@ async def test_no_byte_changes_when_a_worker_leaves(
     assert (app._registry.get_sample_value("tidegate_gateway_requeued_total", {"cause": cause}) or 0) >= 2
 
 
-def assert_same(answer: Answer, expected: Answer) -> None:
+@pytest.mark.parametrize(
+    "extra_settings", [{"kv_cache_mib": "1", "long_after_steps": "16", "hand_back_s": "0", "swap_mib": "0"}]
+)
+async def test_no_byte_changes_when_workers_short_of_memory_hand_requests_back(
+    rig: Rig, workers: list[tuple[Child, str]]
+) -> None:
+    """Each holds 2048 tokens; requests of 300 tokens, 16 of them, come at once, and are expected to be shorter."""
+    app = await rig.gateway(workers=",".join(address for _, address in workers), max_attempts=1)
+    client = await rig.client(app)
+    await eventually(lambda: app.fleet.num_ready("tiny") == 2)
+    kinds = [
+        generate_request(f"Once upon a time {n % 2}", sampling={**sampling, "max_tokens": 280}, return_token_ids=True)
+        for n, sampling in enumerate([GREEDY, SEEDED] * 2)
+    ]
+    undisturbed = await asyncio.gather(*(read(client.generate(request, timeout=120)) for request in kinds))
+    crowded = await asyncio.gather(*(read(client.generate(request, timeout=120)) for request in kinds * 4))
+    for answer, expected in zip(crowded, undisturbed * 4, strict=True):
+        assert_same(answer, expected, 280)
+    handed_back = {"cause": "handed_back"}
+    assert (app._registry.get_sample_value("tidegate_gateway_requeued_total", handed_back) or 0) >= 1
+
+
+def assert_same(answer: Answer, expected: Answer, num_tokens: int = NUM_TOKENS) -> None:
     assert answer.error is None, reason_of(answer.error)
     assert expected.error is None
     assert answer.finished is not None
     assert expected.finished is not None
-    assert len(answer.token_ids) == NUM_TOKENS
+    assert len(answer.token_ids) == num_tokens
     assert answer.token_ids == expected.token_ids
     assert answer.text == expected.text
     assert answer.finished.reason == expected.finished.reason
     assert answer.finished.usage.prompt_tokens == expected.finished.usage.prompt_tokens
-    assert answer.finished.usage.completion_tokens == NUM_TOKENS
+    assert answer.finished.usage.completion_tokens == num_tokens
     logprobs, wanted = ([it for delta in one.deltas for it in delta.logprobs] for one in (answer, expected))
     assert [it.sampled.token_id for it in logprobs] == [it.sampled.token_id for it in wanted]
     assert [it.sampled.logprob for it in logprobs] == pytest.approx([it.sampled.logprob for it in wanted], abs=1e-3)

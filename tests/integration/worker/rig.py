@@ -67,15 +67,22 @@ class WorkerRig:
     """`num_blocks` usable blocks of 4 tokens."""
 
     def __init__(
-        self, *, num_blocks: int = 64, max_num_seqs: int = 4, fleet_key: str = "", tokenizer: bytes = b"{}"
+        self,
+        *,
+        num_blocks: int = 64,
+        max_num_seqs: int = 4,
+        fleet_key: str = "",
+        tokenizer: bytes = b"{}",
+        has_clock: bool = False,
     ) -> None:
+        """Without a clock, time stands still for the engine."""
         self.executor = GatedExecutor(num_blocks + 1)
         self.pool = BlockPool(num_blocks + 1)
         manager = CacheManager(self.pool, BLOCK_SIZE, keyed_digest(b"test"))
         limits = ModelLimits("fake", 512, VOCAB_SIZE, BLOCK_SIZE, num_blocks, max_num_seqs)
-        self.engine = Engine(
-            self.executor, Scheduler(manager, SchedulerConfig(max_num_seqs, 64, 32)), manager, limits, []
-        )
+        scheduler = Scheduler(manager, SchedulerConfig(max_num_seqs, 64, 32))
+        now = SystemClock().monotonic if has_clock else None
+        self.engine = Engine(self.executor, scheduler, manager, limits, [], now)
         self.description = ModelDescription(limits, tokenizer, "", (), None, False, "", "")
         self.died = asyncio.Event()
         self.drain_wanted = asyncio.Event()
@@ -156,6 +163,16 @@ class Gateway:
         """Aborts."""
         abort = worker_pb2.Abort(request_id=request_id, attempt=attempt)
         await self.call.write(worker_pb2.SessionCommand(abort=abort))
+
+    async def pause(self, request_id: str, attempt: int = 1) -> None:
+        """Lets a request rest."""
+        pause = worker_pb2.Pause(request_id=request_id, attempt=attempt)
+        await self.call.write(worker_pb2.SessionCommand(pause=pause))
+
+    async def resume(self, request_id: str, attempt: int = 1) -> None:
+        """Lets a paused request go on."""
+        resume = worker_pb2.Resume(request_id=request_id, attempt=attempt)
+        await self.call.write(worker_pb2.SessionCommand(resume=resume))
 
     async def read(self) -> worker_pb2.SessionEvent | None:
         """The next event, recorded; None at the end."""

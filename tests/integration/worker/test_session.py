@@ -66,6 +66,51 @@ async def test_every_end_of_a_session_aborts_its_requests_and_no_others(end: str
         await lost_channel.close()
 
 
+async def test_a_paused_request_makes_nothing_until_it_is_resumed() -> None:
+    async with WorkerRig().running() as rig, grpc.aio.insecure_channel(rig.address) as channel:
+        gateway = Gateway(channel)
+        await gateway.open()
+        rig.executor.gate.clear()
+        await gateway.submit("acme/1", PROMPT, max_tokens=9)
+        await gateway.pause("acme/1")
+        await gateway.pause("acme/1", attempt=7)
+        await gateway.submit("acme/2", PROMPT, max_tokens=90)
+        rig.executor.gate.set()
+        assert await gateway.read_until_ended("acme/2") == "FINISH_REASON_LENGTH"
+        assert len(gateway.tokens.get(("acme/1", 1), [])) <= 1, "one step may have begun before the pause"
+        await until(lambda: rig.loop.age_s == 0 and rig.engine.num_requests == 1)
+        await gateway.resume("acme/1", attempt=7)
+        await gateway.resume("acme/1")
+        assert await gateway.read_until_ended("acme/1") == "FINISH_REASON_LENGTH"
+        assert gateway.tokens["acme/1", 1] == generate(PROMPT, 9, vocab_size=1000)
+
+
+async def test_a_paused_request_ends_with_its_abort_or_its_session() -> None:
+    async with WorkerRig().running() as rig, grpc.aio.insecure_channel(rig.address) as channel:
+        gateway = Gateway(channel)
+        await gateway.open()
+        for name in ("acme/1", "acme/2"):
+            await gateway.submit(name, PROMPT, max_tokens=400)
+            await gateway.pause(name)
+        await gateway.abort("acme/1")
+        assert await gateway.read_until_ended("acme/1") == "FINISH_REASON_CANCELLED"
+        gateway.call.cancel()
+        await rig.until_idle()
+
+
+async def test_what_has_passed_its_clients_deadline_is_ended_with_the_next_step() -> None:
+    async with WorkerRig(has_clock=True).running() as rig, grpc.aio.insecure_channel(rig.address) as channel:
+        gateway = Gateway(channel)
+        await gateway.open()
+        rig.executor.gate.clear()
+        await gateway.submit("acme/1", PROMPT, max_tokens=400, timeout_s=0.2)
+        await gateway.submit("acme/2", PROMPT, max_tokens=4, timeout_s=1000.0)
+        await until(lambda: rig.loop.age_s > 0.3)
+        rig.executor.gate.set()
+        assert await gateway.read_until_ended("acme/1") == "REASON_DEADLINE"
+        assert await gateway.read_until_ended("acme/2") == "FINISH_REASON_LENGTH"
+
+
 async def test_an_abort_ends_one_attempt_of_one_request() -> None:
     async with WorkerRig().running() as rig, grpc.aio.insecure_channel(rig.address) as channel:
         gateway = Gateway(channel)

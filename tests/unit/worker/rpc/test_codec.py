@@ -46,6 +46,14 @@ def test_defaults_are_those_of_the_proto() -> None:
     assert (sampling.top_k, sampling.min_p, sampling.logprobs, sampling.max_tokens) == (0, 0.0, None, 128)
 
 
+def test_a_bound_in_time_is_positive_or_none() -> None:
+    assert codec.submission_from_proto(submit(), LIMITS).timeout_s is None
+    assert codec.submission_from_proto(submit(timeout_s=1.5), LIMITS).timeout_s == 1.5
+    for timeout_s in (-1.0, float("nan")):
+        with pytest.raises(InvalidRequestError, match="timeout_s"):
+            codec.submission_from_proto(submit(timeout_s=timeout_s), LIMITS)
+
+
 def test_given_values_arrive_even_where_they_are_zero() -> None:
     message = submit(
         sampling=types_pb2.SamplingParams(temperature=0, top_p=0, logprobs=0, max_tokens=3, seed=2**64 - 1),

@@ -47,7 +47,17 @@ async def test_goodbye_comes_after_everything_else() -> None:
     mailbox.put_rejected(worker_pb2.Rejected(request_id="r"))
     mailbox.put_outputs([output("a", [1])])
     kinds = [(await mailbox.take()).WhichOneof("event") for _ in range(3)]
-    assert kinds == ["rejected", "step", "goodbye"]
+    assert kinds == ["step", "rejected", "goodbye"]
+
+
+async def test_a_request_is_handed_back_after_all_its_tokens() -> None:
+    mailbox = Mailbox()
+    mailbox.put_outputs([output("a", list(range(MAX_POSITIONS + 1)))])
+    mailbox.put_handed_back(worker_pb2.HandedBack(request_id="a", attempt=1))
+    mailbox.put_goodbye(types_pb2.REASON_DRAINING)
+    events = [await mailbox.take() for _ in range(4)]
+    assert [event.WhichOneof("event") for event in events] == ["step", "step", "handed_back", "goodbye"]
+    assert events[2].handed_back.request_id == "a"
 
 
 async def test_take_waits_for_news() -> None:
