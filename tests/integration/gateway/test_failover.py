@@ -222,23 +222,3 @@ async def test_what_a_worker_hands_back_goes_on_elsewhere_as_one_answer(rig: Rig
     assert len(again.output_token_ids) > 5
     async with asyncio.timeout(20):
         await app.dispatcher.wait_idle()
-
-
-async def test_a_handed_back_request_can_be_cancelled_while_it_waits(rig: Rig) -> None:
-    first = await rig.worker(worker_id="first", max_num_seqs=1)
-    second = await rig.worker(worker_id="second", max_num_seqs=1, reject=types_pb2.REASON_NO_CREDIT)
-    app, client = await rig.serving(first, second)
-    await eventually(lambda: app.fleet.num_ready(MODEL) == 2)
-    asked = asyncio.create_task(client.ask("long", request_id="r1", sampling={"max_tokens": 3000}))
-    await first.wait_for(lambda: len(first.running) == 1 and first.running[0].num_emitted > 5)
-    first.reject = types_pb2.REASON_NO_CREDIT
-    first.hand_back(first.running[0])
-    await eventually(lambda: app.dispatcher.live[0].num_hand_backs == 1)
-    await client.cancel("r1")
-    answer = await asked
-    assert answer.finished is not None
-    assert answer.finished.reason == types_pb2.FINISH_REASON_CANCELLED
-    assert answer.finished.usage.completion_tokens > 5
-    async with asyncio.timeout(20):
-        await app.dispatcher.wait_idle()
-    assert [depth.num_waiting for depth in await app.queue.depths()] == [0, 0, 0]

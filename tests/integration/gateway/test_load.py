@@ -6,7 +6,6 @@ import asyncio
 
 import grpc
 
-from protos.inference.v1 import types_pb2
 from tests.integration.gateway.rig import Rig, generate_request, read, reason_of
 from tests.support.scripted_worker import text_of
 
@@ -62,23 +61,6 @@ async def test_a_slow_readers_request_is_paused_and_goes_on_when_it_reads(rig: R
     assert worker.pauses == [True, False] * (len(worker.pauses) // 2), "each pause ends once"
     async with asyncio.timeout(20):
         await app.dispatcher.wait_idle()
-
-
-async def test_a_paused_request_can_be_cancelled(rig: Rig) -> None:
-    worker = await rig.worker(context_length=200_000, num_blocks=100_000, tokens_per_step=16, step_s=0.001)
-    app, other = await rig.serving(worker, max_unread_tokens=100)
-    client = await rig.client(app, options=SMALL_WINDOW)
-    fields = {"sampling": {"max_tokens": 100_000}, "return_token_ids": True, "request_id": "r1"}
-    call = client.generate(generate_request("slow", **fields))
-    assert (await anext(aiter(call))).HasField("accepted")
-    await worker.wait_for(lambda: any(it.is_paused for it in worker.running))
-    await other.cancel("r1")
-    answer = await read(call)
-    assert answer.finished is not None
-    assert answer.finished.reason == types_pb2.FINISH_REASON_CANCELLED
-    async with asyncio.timeout(20):
-        await app.dispatcher.wait_idle()
-    await worker.wait_for(lambda: not worker.running)
 
 
 async def test_a_reader_that_never_reads_is_let_go(rig: Rig) -> None:
