@@ -6,6 +6,7 @@ request ids or anything else a client chooses.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import TracebackType
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, start_http_server
@@ -16,6 +17,7 @@ _TTFT_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
 _TOKEN_S = (0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1, 2.5)
 _WAIT_S = (0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.15, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
 _STEP_S = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1, 2.5)
+_BLOCK_STATES = ("empty", "cached", "referenced", "swapping")
 _BATCH = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 _STEP_TOKENS = (1, 4, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
 
@@ -72,13 +74,14 @@ class GatewayMetrics:
         """Shows a worker's latest numbers."""
         found = self._of_worker.get(worker_id)
         if found is None:
-            found = self._of_worker[worker_id] = _WorkerUsage(self, worker_id)
-        found.show(usage)
+            self._of_worker[worker_id] = _WorkerUsage(self, worker_id, usage)
+        else:
+            found.usage = usage
 
     def forget_worker(self, worker_id: str) -> None:
         """Drops a worker's series, so that restarts under new names do not pile up."""
         self._of_worker.pop(worker_id, None)
-        for state in ("empty", "cached", "referenced", "swapping"):
+        for state in _BLOCK_STATES:
             _remove(self.worker_blocks, worker_id, state)
         _remove(self.worker_running, worker_id)
         _remove(self.worker_waiting, worker_id)
@@ -108,23 +111,17 @@ class BandMetrics:
 
 
 class _WorkerUsage:
-    """One worker's series."""
+    """One worker's series, which read its latest numbers when they are asked for."""
 
-    def __init__(self, metrics: GatewayMetrics, worker_id: str) -> None:
-        states = ("empty", "cached", "referenced", "swapping")
-        self._empty, self._cached, self._referenced, self._swapping = (
-            metrics.worker_blocks.labels(worker_id, state) for state in states
-        )
-        self._running = metrics.worker_running.labels(worker_id)
-        self._waiting = metrics.worker_waiting.labels(worker_id)
+    def __init__(self, metrics: GatewayMetrics, worker_id: str, usage: BlockUsage) -> None:
+        self.usage = usage
+        for state in _BLOCK_STATES:
+            metrics.worker_blocks.labels(worker_id, state).set_function(self._reader(state))
+        metrics.worker_running.labels(worker_id).set_function(self._reader("running"))
+        metrics.worker_waiting.labels(worker_id).set_function(self._reader("waiting"))
 
-    def show(self, usage: BlockUsage) -> None:
-        self._empty.set(usage.empty)
-        self._cached.set(usage.cached)
-        self._referenced.set(usage.referenced)
-        self._swapping.set(usage.swapping)
-        self._running.set(usage.running)
-        self._waiting.set(usage.waiting)
+    def _reader(self, name: str) -> Callable[[], float]:
+        return lambda: float(getattr(self.usage, name))
 
 
 class WorkerMetrics:

@@ -18,6 +18,7 @@ from common.errors import (
 )
 from common.metrics import GatewayMetrics
 from common.types import FinishReason, Reason
+from common.waiting import done_within
 from gateway.admission.drain_rate import DrainRate
 from gateway.admission.limiter import Cost, Limiter
 from gateway.answer import Accepted, Answer, Event, TextDelta
@@ -272,8 +273,7 @@ class Handler:
         live.admission = self._background.spawn(self._reserve(live, patience_s), "reserve")
         await asyncio.shield(live.admission)
         live.admission = self._background.spawn(self._enter_queue(live), "admission")
-        await asyncio.wait([live.admission], timeout=max(decide_by - self._clock.monotonic(), 0.0))
-        if live.admission.done():
+        if await done_within(live.admission, decide_by - self._clock.monotonic()):
             live.admission.result()
         return Accepted(live.request, live.remaining)
 
@@ -308,7 +308,6 @@ class Handler:
                     live.end(finished(FinishReason.CANCELLED))
                     return True
                 live.is_enqueued = True
-                self._dispatcher.kick()
             await self._books.open(live)
         except UnavailableError as error:
             self._store.failed(error)
@@ -330,6 +329,8 @@ class Handler:
         entry = self._dispatcher.entry_of(live)
         give_up_at = self._clock.monotonic() + settings.takeover_s
         while True:
+            # The dispatch follows the enqueue to the store at once: it need not wait for the answer, only for its turn.
+            self._dispatcher.kick()
             try:
                 await self._queue.enqueue(entry, max_length=most, max_of_tenant=most_of_tenant)
                 return True
@@ -394,7 +395,7 @@ class Handler:
     async def _closed(self, live: LiveRequest) -> None:
         """Waits until the store has forgotten the request, so that its id is free when the client hears of the end."""
         if live.closing is not None:
-            await asyncio.wait([live.closing], timeout=_CLOSE_WAIT_S)
+            await done_within(live.closing, _CLOSE_WAIT_S)
 
 
 def _request_id(call: GenerateCall) -> str:

@@ -25,6 +25,8 @@ class RequestState(Enum):
     REJECTED = "rejected"
     FAILED = "failed"
 
+    __hash__ = object.__hash__  # that of Enum is a function in Python, and every change of state looks up the table
+
     @property
     def is_terminal(self) -> bool:
         """Whether nothing follows."""

@@ -7,6 +7,7 @@ import json
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 
 from pydantic import TypeAdapter, ValidationError
@@ -38,7 +39,12 @@ class Tenant:
     @property
     def cache_salt(self) -> str:
         """Separates this tenant's cached prefixes from everybody else's; never the client's choice."""
-        return hashlib.sha256(f"tidegate.cache_salt:{self.tenant_id}".encode()).hexdigest()[:32]
+        return _cache_salt(self.tenant_id)
+
+
+@lru_cache(maxsize=4096)
+def _cache_salt(tenant_id: str) -> str:
+    return hashlib.sha256(f"tidegate.cache_salt:{tenant_id}".encode()).hexdigest()[:32]
 
 
 def hash_key(key: str) -> str:

@@ -12,6 +12,7 @@ from typing import Any
 from common.clock import Clock
 from common.errors import LimitExceededError, UnavailableError
 from common.types import Reason
+from common.waiting import done_within
 from gateway.admission.limiter import Cost, OverLimitError
 from gateway.admission.limits import Remaining, TenantLimits
 from gateway.admission.shares import NOTHING, Amounts, Use
@@ -109,7 +110,8 @@ class RedisLimiter:
         while not task.done():
             if quiet_s >= patience_s:
                 return False
-            await asyncio.wait([task], timeout=min(_TICK_S, patience_s))
+            if await done_within(task, min(_TICK_S, patience_s)):
+                break
             # A tick counts as one even if this program itself was held up meanwhile.
             quiet_s = quiet_s + _TICK_S if self._link.heard_at == heard_at else 0.0
             heard_at = self._link.heard_at
@@ -213,18 +215,21 @@ class RedisLimiter:
         tokens = num_prompt_tokens + num_output_tokens
         account = self._accounts.get(tenant)
         if account is None or not account.share.end(request_id, tokens):
-            await self._shielded(self._settle(tenant, request_id, tokens))
+            await self._settle(tenant, request_id, tokens)
 
     async def _settle(self, tenant: str, request_id: str, tokens: int) -> None:
         reservation = self._running.pop(request_id, None)
         account = self._accounts.get(tenant)
         if reservation is not None and account is not None:
             account.recent.add(reservation.at, reservation.time, 0, tokens - reservation.tokens)
-        try:
-            await self._run("settle", tenant, request_id, tokens)
-        except UnavailableError:
-            self._unsettled[request_id] = tenant, tokens
-            raise
+
+        def note(reply: asyncio.Future[Any]) -> None:
+            if not reply.cancelled() and isinstance(reply.exception(), UnavailableError):
+                self._unsettled[request_id] = tenant, tokens
+
+        reply = self._send("settle", tenant, request_id, tokens)
+        reply.add_done_callback(note)  # be there still a caller or not
+        await asyncio.shield(reply)
 
     async def renew(self) -> None:
         """Says that the requests reserved here still run, and tells the store what it has lost or did not answer;
@@ -346,4 +351,7 @@ class RedisLimiter:
         await asyncio.shield(self._link.start(call))
 
     async def _run(self, name: str, *arguments: Argument) -> Any:
-        return await self._link.send(self._scripts[name], self._pool_keys, (self._keys.prefix, *arguments))
+        return await self._send(name, *arguments)
+
+    def _send(self, name: str, *arguments: Argument) -> asyncio.Future[Any]:
+        return self._link.send(self._scripts[name], self._pool_keys, (self._keys.prefix, *arguments))

@@ -89,6 +89,23 @@ class RedisQueue:
         )
         self._scripts = {name: Script(name, _PRELUDES, read_script) for name in _SCRIPT_NAMES}
         self._scripts["dispatch"] = Script("dispatch", (*_PRELUDES, "credit"), read_script)
+        self._policy: tuple[Argument, ...] = (
+            gateway_id,
+            microseconds(bounds.report_ttl_s),
+            microseconds(bounds.claim_lease_s),
+            bounds.max_overtakes,
+            bounds.max_passed,
+            bounds.input_weight,
+            bounds.output_weight,
+            round(bounds.normal_share * 1000),
+            round(bounds.low_share * 1000),
+            bounds.max_owed_tokens,
+            microseconds(bounds.long_wait_s),
+            bounds.claims_per_long_wait - 1,
+            round(bounds.normal_headroom * 1000),
+            round(bounds.low_headroom * 1000),
+            round(bounds.prefix_weight * 1000),
+        )
         self._live: set[str] = set()  # enqueued here and not finished
         self._doubtful: set[str] = set()  # the store may hold them, and must not
 
@@ -141,25 +158,7 @@ class RedisQueue:
 
     async def dispatch(self, reports: Sequence[WorkerReport] = ()) -> list[Claim]:
         """Takes in reports, then claims requests in policy order while some worker has credit. See `Queue.dispatch`."""
-        bounds = self._settings
-        arguments: list[Argument] = [
-            self._gateway_id,
-            microseconds(bounds.report_ttl_s),
-            microseconds(bounds.claim_lease_s),
-            bounds.max_overtakes,
-            bounds.max_passed,
-            bounds.input_weight,
-            bounds.output_weight,
-            round(bounds.normal_share * 1000),
-            round(bounds.low_share * 1000),
-            bounds.max_owed_tokens,
-            microseconds(bounds.long_wait_s),
-            bounds.claims_per_long_wait - 1,
-            round(bounds.normal_headroom * 1000),
-            round(bounds.low_headroom * 1000),
-            round(bounds.prefix_weight * 1000),
-            len(reports),
-        ]
+        arguments: list[Argument] = [*self._policy, len(reports)]
         for report in reports:
             arguments += _report_arguments(report)
         claims = await self._run("dispatch", *arguments)
