@@ -236,7 +236,7 @@ def load_engine(
 
 def _check_language(runner: ModelRunner, model: LoadedModel) -> None:
     """Warns if the model, as loaded, does not know plain English: then weights, rotations or tokens are not its own."""
-    if runner.num_blocks * runner.block_size < MIN_CHECK_TOKENS:
+    if runner.num_blocks // len(runner.windows) * runner.block_size < MIN_CHECK_TOKENS:
         return
     found = perplexity(runner, model.text)
     log = _log.warning if found > math.sqrt(model.config.vocab_size) else _log.info

@@ -26,7 +26,7 @@ def perplexity(runner: ModelRunner, text: TextParts) -> float:
     tokens = Tokenizer.from_buffer(text.tokenizer_json).encode(_TEXT, add_special_tokens=False).ids
     if text.add_bos_token and text.bos_token_id is not None:
         tokens = [text.bos_token_id, *tokens]
-    blocks = list(range(-(-len(tokens) // runner.block_size)))
+    blocks = list(range(-(-len(tokens) // runner.block_size) * len(runner.windows)))
     sampling = SamplingParams(seed=0, max_tokens=1, temperature=0.0)
     request = Request("", 0, 0, tokens[:1], 1, sampling, Band.LOW, "", 0, block_ids=blocks, slot=0)
     surprise = 0.0

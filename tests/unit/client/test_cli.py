@@ -99,13 +99,15 @@ def run(*arguments: str, text: str | None = None) -> Any:
 
 
 def test_one_shot_chat_writes_the_answer_and_nothing_else_to_stdout(gateway: Gateway, address: str) -> None:
-    result = run("chat", "-a", address, "-p", "hello", "-s", "be brief", "--temperature", "0", "--stop", "x", "-v")
+    result = run("chat", "-a", address, "-p", "hello", "-s", "be brief", "--temperature", "0", "--stop", "x",
+                 "--kv-window-tokens", "512", "--kv-sink-tokens", "8", "-v")  # fmt: skip
     assert (result.exit_code, result.stdout) == (0, "you said hello\n")
     assert "3 prompt tokens (1 cached), 2 generated, first after 1.00 s, then 1 tokens/s, stop" in result.stderr
     request = gateway.requests[0]
     assert [(each.role, each.content) for each in request.chat.messages] == [("system", "be brief"), ("user", "hello")]
     assert request.sampling.temperature == 0
     assert request.sampling.stop == ["x"]
+    assert (request.sampling.kv_window_tokens, request.sampling.kv_sink_tokens) == (512, 8)
     assert not request.sampling.HasField("top_p")
 
 

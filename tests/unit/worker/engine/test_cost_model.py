@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from common.window import Window
 from worker.engine.budget import TimeBudget, TokenBudget
 from worker.engine.config import SchedulerConfig
 from worker.engine.cost_model import CostModel, StepLoad, chunk_kv_tokens
@@ -91,6 +92,35 @@ def test_no_measurement_makes_a_cost_negative_and_the_inverse_is_exact(
 
 def test_tokens_attended_to_by_a_chunk_are_those_before_each_token_and_itself() -> None:
     assert chunk_kv_tokens(10, 3) == 11 + 12 + 13
+
+
+@given(
+    start=st.integers(0, 60),
+    count=st.integers(1, 40),
+    windows=st.lists(st.none() | st.builds(Window, st.integers(1, 50), st.integers(0, 5)), min_size=1, max_size=3),
+)
+def test_behind_a_window_only_what_is_seen_counts(start: int, count: int, windows: list[Window | None]) -> None:
+    lengths = range(start + 1, start + count + 1)
+    seen = [length if it is None else min(length, it.num_seen) for it in windows for length in lengths]
+    assert chunk_kv_tokens(start, count, tuple(windows)) == pytest.approx(sum(seen) / len(windows))
+
+
+def test_a_chunk_behind_a_window_is_granted_what_it_really_costs() -> None:
+    budget, far = TimeBudget(SchedulerConfig(8, 512, 512, step_budget_s=0.05)), 10**6
+    budget.cost = fitted()
+    budget.open(32, 32 * 500)
+    assert budget.take(far, 500) == 0
+    budget.open(32, 32 * 500)
+    near = budget.take(100, 500)
+    budget.open(32, 32 * 500)
+    granted = budget.take(far, 500, windows=(Window(100),))
+    assert 1 <= near < granted < 500
+
+    def cost_s(count: int) -> float:
+        return budget.cost.chunk_s(far, count, is_new_row=True, windows=(Window(100),))
+
+    assert cost_s(granted) < budget.cost.chunk_s(100, near + 1, is_new_row=True)
+    assert cost_s(granted + 1) > budget.cost.chunk_s(100, near, is_new_row=True)
 
 
 @pytest.mark.parametrize("forgetting", [0.0, 1.0, -1.0])
