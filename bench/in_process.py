@@ -9,6 +9,7 @@ import torch
 
 from common.types import ModelLimits
 from worker.cache.block import keyed_digest
+from worker.cache.host import Copier, HostTier
 from worker.cache.manager import CacheManager
 from worker.cache.pool import BlockPool
 from worker.cache.storage import KVLayout
@@ -66,14 +67,21 @@ def build_engine(
     options: EngineOptions,
     make_scheduler: Callable[[CacheManager, SchedulerConfig], Scheduler] = Scheduler,
     now: Callable[[], float] | None = None,
+    copier: Copier | None = None,
+    copy_s: Callable[[], float] | None = None,
 ) -> tuple[Engine, CacheManager]:
     """A fresh engine, with an empty pool and one open session, over a runner that may have served others before.
 
-    Without a clock, `now`, steps are bounded in tokens only and do not depend on the machine's speed.
+    Without a clock, `now`, steps are bounded in tokens only and do not depend on the machine's speed. With a `copier`
+    over the runner's storage, preempted requests are swapped out where that takes less time than computing them again;
+    `copy_s` tells what copying a block takes, None as the copier measures it.
     """
-    manager = CacheManager(
-        BlockPool(runner.num_blocks), runner.block_size, keyed_digest(b""), prefix_cache=options.prefix_cache
-    )
+    pool = BlockPool(runner.num_blocks)
+    host = None
+    if copier is not None:
+        measured = copier  # the same, and never None
+        host = HostTier(pool, measured.num_slots, copy_s or (lambda: measured.block_s))
+    manager = CacheManager(pool, runner.block_size, keyed_digest(b""), prefix_cache=options.prefix_cache, host=host)
     scheduler = make_scheduler(
         manager,
         SchedulerConfig(
@@ -91,6 +99,6 @@ def build_engine(
         num_blocks=manager.pool.num_usable,
         max_num_seqs=options.max_num_seqs,
     )
-    engine = Engine(runner, scheduler, manager, limits, model.text.eos_token_ids, now)
+    engine = Engine(runner, scheduler, manager, limits, model.text.eos_token_ids, now, copier=copier)
     engine.open_session(SESSION)
     return engine, manager

@@ -11,8 +11,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from bench.export import hugging_face_state, llama_config
 from bench.in_process import SESSION, EngineOptions, build_engine, build_runner
-from common.types import SamplingParams
+from common.types import FinishReason, PositionLogprobs, SamplingParams
 from tests.support.prompts import Prompt
+from worker.cache.host import Copier
 from worker.cache.manager import CacheManager
 from worker.engine.batch import Batch, SampledToken
 from worker.engine.events import RequestOutput
@@ -123,6 +124,8 @@ class Job:
     arrival_step: int = 0
     abort_after: int | None = None
     token_ids: list[int] = field(default_factory=list)
+    logprobs: list[PositionLogprobs] = field(default_factory=list)
+    finish_reason: FinishReason | None = None
     num_cached: int = 0
 
 
@@ -139,6 +142,9 @@ class Session:
     prefix_cache: bool = True
     make_scheduler: Callable[[CacheManager, SchedulerConfig], Scheduler] = Scheduler
     now: Callable[[], float] | None = None  # None: time stands still, and does not bound steps
+    copier: Copier | None = None  # over the runner's storage; None: preempted requests are computed again
+    copy_s: Callable[[], float] | None = None  # what copying a block takes; None: as measured
+    disturb: Callable[[Session], None] | None = None  # called between steps
 
     def __post_init__(self) -> None:
         runner = self.runners.of(self.block_size)
@@ -151,8 +157,10 @@ class Session:
             max_chunk_tokens=self.chunk,
             prefix_cache=self.prefix_cache,
         )
-        self.engine, self.manager = build_engine(self.runners.model, executor, options, self.make_scheduler, self.now)
-        self.peak_running = self.num_preemptions = self.num_recomputed = 0
+        self.engine, self.manager = build_engine(
+            self.runners.model, executor, options, self.make_scheduler, self.now, self.copier, self.copy_s
+        )
+        self.peak_running = self.num_preemptions = self.num_recomputed = self.num_loaded = 0
 
     def run(self, jobs: Sequence[Job]) -> None:
         """Takes all jobs to their end."""
@@ -169,12 +177,26 @@ class Session:
         self._audit()
         assert self.manager.counts.referenced == 0
 
+    @property
+    def scheduler(self) -> Scheduler:
+        """The engine's, to preempt with."""
+        return self.engine._scheduler
+
+    def take_free_blocks(self, count: int) -> None:
+        """Has blocks overwritten, as if somebody had held and left them."""
+        pool = self.manager.pool
+        for block_id in [self.manager._take() for _ in range(min(count, pool.num_free))]:
+            pool.release(block_id)
+
     def _step(self, active: dict[str, Job]) -> None:
+        if self.disturb is not None:
+            self.disturb(self)
         output = self.engine.step()
         assert output.error is None
         self.peak_running = max(self.peak_running, output.stats.running)
         self.num_preemptions += output.stats.num_preemptions
         self.num_recomputed += output.stats.num_recomputed_tokens
+        self.num_loaded += output.stats.num_loaded_tokens
         if news := output.sessions.get(SESSION):
             assert not news.rejected
             for told in news.outputs:
@@ -184,6 +206,8 @@ class Session:
     def _take(self, told: RequestOutput, active: dict[str, Job]) -> None:
         job = active[told.request_id]
         job.token_ids.extend(told.token_ids)
+        job.logprobs.extend(told.logprobs)
+        job.finish_reason = told.finish_reason
         job.num_cached += told.cached_prompt_tokens
         if told.finish_reason is not None:
             del active[told.request_id]
