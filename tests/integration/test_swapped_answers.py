@@ -55,7 +55,7 @@ def copier(runners: Runners) -> Iterator[BlockCopier]:
     copier.close()
 
 
-def make_jobs(lengths: Sequence[int], *, num_output: int = 18) -> list[Job]:
+def make_jobs(lengths: Sequence[int], *, num_output: int = 16) -> list[Job]:
     """A request for each length of a prompt, of all kinds of sampling in turn; the prompts share their first block."""
     jobs = []
     for index, length in enumerate(lengths):
@@ -82,7 +82,7 @@ def bold(manager: CacheManager, config: SchedulerConfig) -> Scheduler:
     return Scheduler(manager, replace(config, optimism=1.0, output_share=0.0))
 
 
-LENGTHS = (15, 16, 17, 31, 32, 33, 48, 63)
+LENGTHS = (15, 16, 17, 33, 48)
 
 
 @pytest.fixture(scope="module")
@@ -100,11 +100,11 @@ def undisturbed(runners: Runners) -> list[Job]:
 def test_where_blocks_run_out(
     runners: Runners, copier: BlockCopier, undisturbed: list[Job], copy_s: str | None
 ) -> None:
-    """Requests of 3 to 6 blocks in a pool of 10: without host memory, and with it by cost and always."""
+    """Requests of 2 to 4 blocks in a pool of 6: without host memory, and with it by cost and always."""
     session = Session(
         runners,
         block_size=BLOCK,
-        num_blocks=1 + 10,
+        num_blocks=1 + 6,
         make_scheduler=bold,
         now=time.perf_counter,
         copier=copier if copy_s else None,
@@ -155,13 +155,13 @@ Action = tuple[str, int]
 
 @settings(max_examples=3, deadline=None, derandomize=True)
 @given(
-    num_usable=st.integers(6, 12),
+    num_usable=st.integers(5, 8),
     num_slots=st.integers(1, 64),
     chunk=st.sampled_from([5, 16, 64]),
     actions=st.lists(
         st.tuples(st.sampled_from(["nothing", "nothing", "preempt", "take", "abort"]), st.integers(0, 20)),
-        min_size=15,
-        max_size=30,
+        min_size=10,
+        max_size=25,
     ),
 )
 def test_any_schedule_of_preemptions_and_aborts(
@@ -178,7 +178,7 @@ def test_any_schedule_of_preemptions_and_aborts(
             session.take_free_blocks(number)
         elif running and action == "preempt":
             session.scheduler.preempt(running[number % len(running)])
-        elif running and action == "abort" and len(aborted) < 3:
+        elif running and action == "abort" and len(aborted) < 2:
             name = running[number % len(running)].request_id
             session.engine.abort(SESSION, name, 1)
             aborted.add(name)
@@ -194,7 +194,7 @@ def test_any_schedule_of_preemptions_and_aborts(
         copy_s=COPY_S["always"],
         disturb=disturb,
     )
-    chosen = undisturbed[::2]
+    chosen = undisturbed[1:]
     jobs = anew(chosen)
     session.run(jobs)
     copier.close()
