@@ -12,7 +12,7 @@ import random
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from statistics import median
+from statistics import fmean, median
 
 import torch
 from rich.console import Console
@@ -79,7 +79,7 @@ class Run:
     num_saved: int = 0  # tokens, to the host
     num_loaded: int = 0  # tokens, from the host
     waited_s: float = 0.0  # for copies
-    most_thrash: float = 0.0
+    thrash: list[float] = field(default_factory=list)  # as the scheduler sees it in each step
     first_s: dict[str, float] = field(default_factory=dict)  # from submission to the first token
     end_s: dict[str, float] = field(default_factory=dict)  # from submission to the end
     num_found: int = 0  # tokens of prompts that were in the pool or the host already
@@ -128,7 +128,7 @@ def _observe(run: Run, output: StepOutput, sent_s: Mapping[str, float]) -> None:
     run.num_recomputed += stats.num_recomputed_tokens
     run.num_saved += stats.num_saved_tokens
     run.num_loaded += stats.num_loaded_tokens
-    run.most_thrash = max(run.most_thrash, stats.thrash_ratio)
+    run.thrash.append(stats.thrash_ratio)
     for news in output.sessions.values():
         if news.rejected:
             raise RuntimeError(f"a request failed: {news.rejected[0]}")
@@ -211,8 +211,8 @@ def table(off: Sequence[Pair], on: Sequence[Pair]) -> Table:
         ("tokens recomputed", ".0f", lambda pair: pair.crowd.num_recomputed),
         ("tokens copied out", ".0f", lambda pair: pair.crowd.num_saved),
         ("tokens copied in", ".0f", lambda pair: pair.crowd.num_loaded),
-        ("recomputed / useful tokens, %", ".1f", lambda pair: 100 * thrash(pair.crowd)),
-        ("thrash ratio, the most, %", ".1f", lambda pair: 100 * pair.crowd.most_thrash),
+        ("recomputed / useful tokens, %", ".1f", lambda pair: 100 * recomputed_share(pair.crowd)),
+        ("thrash ratio, mean of all steps, %", ".1f", lambda pair: 100 * fmean(pair.crowd.thrash)),
         ("steps waited for copies, % of the time", ".2f", lambda pair: 100 * pair.crowd.waited_s / pair.crowd.seconds),
         ("asked again: prompt tokens found, %", ".1f", lambda pair: 100 * pair.again.num_found / pair.num_asked_again),
         ("of these in the host, %", ".1f", lambda pair: 100 * pair.again.num_loaded / max(1, pair.again.num_found)),
@@ -225,7 +225,7 @@ def table(off: Sequence[Pair], on: Sequence[Pair]) -> Table:
     return result
 
 
-def thrash(run: Run) -> float:
+def recomputed_share(run: Run) -> float:
     """Recomputed / useful tokens."""
     return run.num_recomputed / (run.num_computed - run.num_recomputed)
 

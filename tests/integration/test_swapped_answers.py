@@ -34,7 +34,7 @@ KINDS: tuple[dict[str, Any], ...] = (
     {"temperature": 0.0},
     {"temperature": 1.0, "top_p": 0.9, "top_k": 50, "seed": 2**63 + 7},
     {"temperature": 1.2, "repetition_penalty": 1.2, "presence_penalty": 0.3, "frequency_penalty": 0.3, "seed": 5},
-    {"temperature": 1.0, "seed": 3, "stop_token_ids": tuple(range(0, 49_000, 11)), "min_tokens": 6},
+    {"temperature": 1.0, "seed": 3, "stop_token_ids": tuple(range(0, 49_000, 5)), "min_tokens": 6},
 )
 COPY_S: dict[str, Callable[[], float] | None] = {
     "as measured": None,
@@ -55,7 +55,7 @@ def copier(runners: Runners) -> Iterator[BlockCopier]:
     copier.close()
 
 
-def make_jobs(lengths: Sequence[int], *, num_output: int = 16) -> list[Job]:
+def make_jobs(lengths: Sequence[int], *, num_output: int = 18) -> list[Job]:
     """A request for each length of a prompt, of all kinds of sampling in turn; the prompts share their first block."""
     jobs = []
     for index, length in enumerate(lengths):
@@ -82,7 +82,7 @@ def bold(manager: CacheManager, config: SchedulerConfig) -> Scheduler:
     return Scheduler(manager, replace(config, optimism=1.0, output_share=0.0))
 
 
-LENGTHS = (15, 16, 17, 33, 48)
+LENGTHS = (15, 16, 17, 31, 32, 33, 48)
 
 
 @pytest.fixture(scope="module")
@@ -100,11 +100,11 @@ def undisturbed(runners: Runners) -> list[Job]:
 def test_where_blocks_run_out(
     runners: Runners, copier: BlockCopier, undisturbed: list[Job], copy_s: str | None
 ) -> None:
-    """Requests of 2 to 4 blocks in a pool of 6: without host memory, and with it by cost and always."""
+    """Requests of 3 to 5 blocks in a pool of 8: without host memory, and with it by cost and always."""
     session = Session(
         runners,
         block_size=BLOCK,
-        num_blocks=1 + 6,
+        num_blocks=1 + 8,
         make_scheduler=bold,
         now=time.perf_counter,
         copier=copier if copy_s else None,
@@ -194,7 +194,7 @@ def test_any_schedule_of_preemptions_and_aborts(
         copy_s=COPY_S["always"],
         disturb=disturb,
     )
-    chosen = undisturbed[1:]
+    chosen = undisturbed[::2]
     jobs = anew(chosen)
     session.run(jobs)
     copier.close()
