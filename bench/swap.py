@@ -12,6 +12,8 @@ import random
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
 from statistics import fmean, median
 
 import torch
@@ -19,6 +21,7 @@ from rich.console import Console
 from rich.table import Table
 
 from bench.in_process import SESSION, EngineOptions, build_engine, build_runner
+from bench.report import machine, markdown_table, replace_block
 from bench.workload import FIRST_TOKEN_ID, LAST_TOKEN_ID, Kind, Work
 from common.default_model import ensure_default_model
 from common.types import SamplingParams
@@ -36,6 +39,7 @@ SHORT = Kind("short", up_to=0.7, prompt=(20, 120), output=(20, 60))
 LONG = Kind("long", up_to=1.0, prompt=(500, 900), output=(200, 300))
 BLOCK_SIZE = 16
 MIB = 2**20
+PAGE = Path("docs/performance.md")
 
 
 def crowd(num_requests: int, *, seed: int = 0) -> list[Work]:
@@ -195,39 +199,53 @@ class Bench:
         self._runner.close()
 
 
-def table(off: Sequence[Pair], on: Sequence[Pair]) -> Table:
-    """Medians of both kinds of runs, side by side; the last column is the median of each round's ratio."""
-    result = Table(title=f"Without host memory and with it, medians of {len(on)} rounds")
-    for column in ("", "off", "on", "on / off"):
-        result.add_column(column, justify="right" if column else "left")
-    rows: list[tuple[str, str, Callable[[Pair], float]]] = [
-        ("output tokens/s", ".1f", lambda pair: pair.crowd.num_output / pair.crowd.seconds),
-        ("output tokens per CPU second", ".1f", lambda pair: pair.crowd.num_output / pair.crowd.cpu_s),
-        ("P50 of the time to the end, s", ".2f", lambda pair: pair.crowd.finish_s(0.5)),
-        ("P99 of the time to the end, s", ".2f", lambda pair: pair.crowd.finish_s(0.99)),
-        ("P50 of the time to the first token, s", ".2f", lambda pair: pair.crowd.first_token_s(0.5)),
-        ("P99 of the time to the first token, s", ".2f", lambda pair: pair.crowd.first_token_s(0.99)),
-        ("preemptions", ".0f", lambda pair: pair.crowd.num_preemptions),
-        ("tokens recomputed", ".0f", lambda pair: pair.crowd.num_recomputed),
-        ("tokens copied out", ".0f", lambda pair: pair.crowd.num_saved),
-        ("tokens copied in", ".0f", lambda pair: pair.crowd.num_loaded),
-        ("recomputed / useful tokens, %", ".1f", lambda pair: 100 * recomputed_share(pair.crowd)),
-        ("thrash ratio, mean of all steps, %", ".1f", lambda pair: 100 * fmean(pair.crowd.thrash)),
-        ("steps waited for copies, % of the time", ".2f", lambda pair: 100 * pair.crowd.waited_s / pair.crowd.seconds),
-        ("asked again: prompt tokens found, %", ".1f", lambda pair: 100 * pair.again.num_found / pair.num_asked_again),
-        ("of these in the host, %", ".1f", lambda pair: 100 * pair.again.num_loaded / max(1, pair.again.num_found)),
-    ]
-    for name, form, figure in rows:
-        before, after = [figure(pair) for pair in off], [figure(pair) for pair in on]
-        ratios = [new / old for old, new in zip(before, after, strict=True) if old]
-        ratio = f"{median(ratios):.2f}" if ratios else ""
-        result.add_row(name, f"{median(before):{form}}", f"{median(after):{form}}", ratio)
-    return result
-
-
 def recomputed_share(run: Run) -> float:
     """Recomputed / useful tokens."""
     return run.num_recomputed / (run.num_computed - run.num_recomputed)
+
+
+Figure = tuple[str, str, Callable[[Pair], float]]
+"""Name, format and what it is."""
+
+FIGURES: tuple[Figure, ...] = (
+    ("output tokens/s", ".1f", lambda pair: pair.crowd.num_output / pair.crowd.seconds),
+    ("output tokens per CPU second", ".1f", lambda pair: pair.crowd.num_output / pair.crowd.cpu_s),
+    ("P50 of the time to the end, s", ".2f", lambda pair: pair.crowd.finish_s(0.5)),
+    ("P99 of the time to the end, s", ".2f", lambda pair: pair.crowd.finish_s(0.99)),
+    ("P50 of the time to the first token, s", ".2f", lambda pair: pair.crowd.first_token_s(0.5)),
+    ("P99 of the time to the first token, s", ".2f", lambda pair: pair.crowd.first_token_s(0.99)),
+    ("preemptions", ".0f", lambda pair: pair.crowd.num_preemptions),
+    ("tokens recomputed", ".0f", lambda pair: pair.crowd.num_recomputed),
+    ("tokens copied out", ".0f", lambda pair: pair.crowd.num_saved),
+    ("tokens copied in", ".0f", lambda pair: pair.crowd.num_loaded),
+    ("recomputed / useful tokens, %", ".1f", lambda pair: 100 * recomputed_share(pair.crowd)),
+    ("thrash ratio, mean of all steps, %", ".1f", lambda pair: 100 * fmean(pair.crowd.thrash)),
+    ("steps waited for copies, % of the time", ".2f", lambda pair: 100 * pair.crowd.waited_s / pair.crowd.seconds),
+    ("asked again: prompt tokens found, %", ".1f", lambda pair: 100 * pair.again.num_found / pair.num_asked_again),
+    ("of these in the host, %", ".1f", lambda pair: 100 * pair.again.num_loaded / max(1, pair.again.num_found)),
+)
+
+
+def figures(off: Sequence[Pair], on: Sequence[Pair]) -> list[list[str]]:
+    """Rows of a table, the header first: medians of both kinds of runs, and the median of each round's ratio."""
+    rows = [["", "off", "on", "on / off"]]
+    for name, form, figure in FIGURES:
+        before, after = [figure(pair) for pair in off], [figure(pair) for pair in on]
+        ratios = [new / old for old, new in zip(before, after, strict=True) if old]
+        ratio = f"{median(ratios):.2f}" if ratios else ""
+        rows.append([name, f"{median(before):{form}}", f"{median(after):{form}}", ratio])
+    return rows
+
+
+def table(rows: Sequence[Sequence[str]]) -> Table:
+    """The figures on a terminal."""
+    header, *body = rows
+    result = Table(title="Without host memory and with it")
+    for column in header:
+        result.add_column(column, justify="right" if column else "left")
+    for row in body:
+        result.add_row(*row)
+    return result
 
 
 def decision(on: Sequence[Pair]) -> str:
@@ -250,6 +268,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=3, help="pairs of runs (default: %(default)s)")
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
     parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--page", action="store_true", help=f"write the table into {PAGE}")
     return parser.parse_args()
 
 
@@ -273,14 +292,16 @@ def main() -> None:
         for has_host in (False, True) if index % 2 == 0 else (True, False):
             pairs[has_host].append(bench.run(work, has_host=has_host))
     bench.close()
-    console = Console()
-    num_long = sum(map(is_long, work))
-    console.print(
-        f"{len(work)} requests, {num_long} of them long, {args.users} users, {args.slots} slots, a pool of "
-        f"{args.pool_tokens} tokens, {args.swap_mib} MiB of host memory"
+    told = (
+        f"{len(work)} requests, {sum(map(is_long, work))} of them long, {args.users} users, {args.slots} slots, a pool "
+        f"of {args.pool_tokens} tokens, {args.swap_mib} MiB of host memory; medians of {args.rounds} round(s)."
     )
-    console.print(table(pairs[False], pairs[True]))
-    console.print(decision(pairs[True]))
+    rows, speeds = figures(pairs[False], pairs[True]), decision(pairs[True])
+    console = Console()
+    console.print(told, table(rows), speeds, sep="\n", highlight=False)
+    if args.page:
+        head = f"`python -m bench.swap --page`, {datetime.now(UTC):%Y-%m-%d}: {machine()}, {args.threads} threads.  "
+        replace_block(PAGE, "swap", f"{head}\n{told}\n\n{markdown_table(rows)}\n\n{speeds}")
 
 
 if __name__ == "__main__":

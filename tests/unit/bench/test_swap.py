@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from bench.swap import LONG, Pair, Run, crowd, decision, is_long, quantile, recomputed_share, serve, table
+from bench.swap import LONG, Pair, Run, crowd, decision, figures, is_long, quantile, recomputed_share, serve, table
 from bench.workload import Work
 from tests.unit.worker.engine.rig import EngineRig
 
@@ -63,10 +63,11 @@ def test_the_table_shows_both_and_their_ratio() -> None:
         for seconds, recomputed in ((4.0, 200), (2.0, 0))
     )
     assert recomputed_share(off.crowd) == 0.25
+    rows = figures([off], [on])
     console = Console(width=120, record=True, quiet=False)
-    console.print(table([off], [on]))
+    console.print(table(rows))
+    assert ["output tokens/s", "25.0", "50.0", "2.00"] in rows
     shown = [[cell.strip() for cell in line.split("│")[1:-1]] for line in console.export_text().splitlines()]
-    assert ["output tokens/s", "25.0", "50.0", "2.00"] in shown
     assert ["P99 of the time to the end, s", "4.00", "2.00", "0.50"] in shown
     assert ["recomputed / useful tokens, %", "25.0", "0.0", "0.00"] in shown
     assert ["asked again: prompt tokens found, %", "25.0", "25.0", "1.00"] in shown
