@@ -17,7 +17,7 @@ from grpc_status import rpc_status
 
 from common.clock import Clock
 from common.errors import InternalError, InvalidRequestError, TidegateError, UnauthenticatedError
-from common.rpc.status import to_rich_status
+from common.rpc.status import budget_metadata, to_rich_status
 from common.types import Reason
 
 _log = structlog.get_logger(__name__)
@@ -132,7 +132,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
             return await run()
         except TidegateError as error:
             status = error.status
-            await context.abort_with_status(rpc_status.to_status(to_rich_status(error)))
+            await _abort(context, error)
         except grpc.aio.AbortError:
             status = "ABORTED_BY_HANDLER"
             raise
@@ -143,13 +143,19 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
             # Left alone, a cancellation from within leaves the client without any answer.
             status = "INTERNAL"
             _log.exception("rpc_cancelled_within")
-            await context.abort_with_status(rpc_status.to_status(to_rich_status(_internal_error())))
+            await _abort(context, _internal_error())
         except Exception:  # noqa: BLE001 - the outermost edge: logged in full, told to the client as INTERNAL only
             status = "INTERNAL"
             _log.exception("rpc_failed")
-            await context.abort_with_status(rpc_status.to_status(to_rich_status(_internal_error())))
+            await _abort(context, _internal_error())
         finally:
             _log.debug("rpc", status=status, duration_s=round(self._clock.monotonic() - started, 6))
+
+
+async def _abort(context: Any, error: TidegateError) -> None:
+    status = rpc_status.to_status(to_rich_status(error))
+    metadata = (*status.trailing_metadata, *budget_metadata(error.budget))
+    await context.abort_with_status(status._replace(trailing_metadata=metadata))
 
 
 def _internal_error() -> InternalError:

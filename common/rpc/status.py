@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from google.protobuf.any_pb2 import Any
 from google.protobuf.duration_pb2 import Duration
 from google.protobuf.message import Message
@@ -15,6 +17,11 @@ ERROR_DOMAIN = "tidegate"
 # Trailers have a small budget in HTTP/2 (8 KiB by default for all of them); base64 adds a third.
 _MAX_TEXT = 400
 _MAX_VIOLATIONS = 4
+
+
+def budget_metadata(budget: Mapping[str, int]) -> tuple[tuple[str, str], ...]:
+    """What is left of the caller's limits, as trailing metadata; a limit that it does not have is not there."""
+    return tuple((f"tidegate-remaining-{name}", str(number)) for name, number in budget.items())
 
 
 def _clip(text: str) -> str:

@@ -7,7 +7,6 @@ from typing import assert_never
 
 from common.errors import InvalidRequestError
 from common.types import Band, PositionLogprobs, TokenLogprob, Usage
-from gateway.admission.limits import Remaining
 from gateway.answer import Accepted, Event, Finished, TextDelta
 from gateway.requests import ChatPrompt, GenerateCall, Prompt, SamplingWish, TextPrompt, TokenPrompt
 from protos.inference.v1 import inference_pb2, types_pb2
@@ -105,17 +104,6 @@ def encode_event(event: Event, token_bytes: TokenBytes) -> inference_pb2.Generat
             return response(finished=finished)
         case _:
             assert_never(event)
-
-
-def encode_remaining(remaining: Remaining) -> tuple[tuple[str, str], ...]:
-    """What is left of the tenant's limits, as trailing metadata; a limit that the tenant does not have is not there."""
-    numbers = (
-        ("tidegate-remaining-requests-per-minute", remaining.requests_per_minute),
-        ("tidegate-remaining-tokens-per-minute", remaining.tokens_per_minute),
-        ("tidegate-remaining-concurrent", remaining.concurrent),
-        ("tidegate-remaining-tokens-today", remaining.tokens_today),
-    )
-    return tuple((name, str(number)) for name, number in numbers if number is not None)
 
 
 def encode_complete(

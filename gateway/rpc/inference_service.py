@@ -9,6 +9,7 @@ from typing import Any
 from common.clock import Clock
 from common.errors import InvalidRequestError, SlowConsumerError
 from common.rpc.interceptors import IDENTITY
+from common.rpc.status import budget_metadata
 from common.rpc.write_bound import WriteBound
 from gateway.answer import Accepted, Event, Finished, TextDelta
 from gateway.dispatcher import Dispatcher
@@ -17,7 +18,7 @@ from gateway.live import fleet_request_id
 from gateway.placement.fleet import Fleet
 from gateway.prompts import PromptReader
 from gateway.requests import TokenPrompt, check_prompt, check_request_id
-from gateway.rpc.codec import decode_generate, decode_prompt, encode_complete, encode_event, encode_remaining
+from gateway.rpc.codec import decode_generate, decode_prompt, encode_complete, encode_event
 from gateway.rpc.endings import Endings, WatchedCall
 from gateway.tenants import Tenant
 from protos.inference.v1 import inference_pb2, inference_pb2_grpc
@@ -76,7 +77,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
             async for event in events:
                 if isinstance(event, Accepted):
                     watched.fleet_id = event.request.fleet_id
-                    context.set_trailing_metadata(encode_remaining(event.remaining))
+                    context.set_trailing_metadata(budget_metadata(event.remaining.by_name()))
                     token_bytes = event.request.model.text.token_bytes
                 try:
                     await bound.write(context, encode_event(event, token_bytes))
@@ -95,7 +96,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
                     match event:
                         case Accepted():
                             watched.fleet_id = event.request.fleet_id
-                            context.set_trailing_metadata(encode_remaining(event.remaining))
+                            context.set_trailing_metadata(budget_metadata(event.remaining.by_name()))
                             accepted = event
                         case TextDelta():
                             deltas.append(event)

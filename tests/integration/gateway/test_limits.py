@@ -21,6 +21,11 @@ def acme(**limits: Any) -> dict[str, Tenant]:
     return {"key-acme": Tenant("acme", Band.NORMAL, 1, TenantLimits(**limits))}
 
 
+def remaining(metadata: Any) -> dict[str, str]:
+    prefix = "tidegate-remaining-"
+    return {key.removeprefix(prefix): value for key, value in metadata if key.startswith(prefix)}
+
+
 def refusals(answers: list[Answer]) -> list[str]:
     return [reason_of(answer.error) for answer in answers if answer.error is not None]
 
@@ -39,6 +44,35 @@ async def test_of_a_hundred_at_once_through_two_gateways_ten_are_admitted(rig: R
     (violation,) = detail_of(refused, error_details_pb2.QuotaFailure).violations
     assert violation.subject == "tenant:acme"
     assert "10 requests per minute" in violation.description
+
+
+async def test_what_is_left_is_told_at_every_end(rig: Rig) -> None:
+    worker = await rig.worker(max_num_seqs=1, step_s=None)
+    limits = {"requests_per_minute": 4, "tokens_per_minute": 100, "max_concurrent": 2, "max_queue_length": 1}
+    _, client = await rig.serving(worker, tenants_by_key=acme(**limits))
+    request = generate_request("hello", sampling={"max_tokens": 5})
+    running = client.generate(request)
+    await worker.wait_for(lambda: len(worker.running) == 1)
+    waiting = client.generate(request, timeout=1)
+    assert (await anext(aiter(waiting))).HasField("accepted")
+    refused = (await read(client.generate(request))).error
+    late = (await read(waiting)).error
+    assert refused is not None
+    assert late is not None
+    assert (refused.code(), late.code()) == (
+        grpc.StatusCode.RESOURCE_EXHAUSTED,
+        grpc.StatusCode.DEADLINE_EXCEEDED,
+    )
+    left = {"requests-per-minute": "2", "tokens-per-minute": "80", "concurrent": "0"}
+    assert remaining(refused.trailing_metadata()) == left
+    for _ in range(5):
+        await worker.step()
+    assert (await read(running)).error is None
+    assert remaining(await running.trailing_metadata()) == {
+        "requests-per-minute": "3",
+        "tokens-per-minute": "90",
+        "concurrent": "1",
+    }
 
 
 async def test_tokens_that_were_not_made_are_given_back(rig: Rig) -> None:
