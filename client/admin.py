@@ -27,7 +27,7 @@ class AdminClient:
         *,
         options: ClientOptions = _DEFAULT_OPTIONS,
         credentials: grpc.ChannelCredentials | None = None,
-        timeout_s: float = _TIMEOUT_S,
+        timeout_s: float | None = _TIMEOUT_S,
     ) -> None:
         """`address`: host:port. `timeout_s` bounds each call. Raises ValueError if the key cannot be sent."""
         if not (admin_key.isascii() and admin_key.isprintable()) or admin_key != admin_key.strip():
@@ -53,12 +53,24 @@ class AdminClient:
         return await self._call(self._stub.ListWorkers, admin_pb2.ListWorkersRequest())
 
     async def show_queue(self) -> admin_pb2.ShowQueueResponse:
-        """Waiting requests of the whole fleet by band."""
+        """Waiting requests of the whole fleet by band and flow."""
         return await self._call(self._stub.ShowQueue, admin_pb2.ShowQueueRequest())
 
     async def list_tenants(self) -> admin_pb2.ListTenantsResponse:
-        """Tenants with their limits, without keys."""
+        """Tenants with their limits and what is left of them, without keys."""
         return await self._call(self._stub.ListTenants, admin_pb2.ListTenantsRequest())
+
+    async def set_tenant(self, request: admin_pb2.SetTenantRequest) -> admin_pb2.SetTenantResponse:
+        """Changes or adds a tenant on all gateways; what is not set in the request stays as it is."""
+        return await self._call(self._stub.SetTenant, request)
+
+    async def delete_tenant(self, tenant_id: str) -> admin_pb2.DeleteTenantResponse:
+        """Shuts a tenant out on all gateways."""
+        return await self._call(self._stub.DeleteTenant, admin_pb2.DeleteTenantRequest(tenant_id=tenant_id))
+
+    async def reset_tenant(self, tenant_id: str) -> admin_pb2.ResetTenantResponse:
+        """Forgets what was set or deleted: the tenant is as the tenants file says."""
+        return await self._call(self._stub.ResetTenant, admin_pb2.ResetTenantRequest(tenant_id=tenant_id))
 
     async def explain(self, tenant_id: str, request_id: str) -> admin_pb2.ExplainRequestResponse:
         """Why a request waits, where it runs, or why it was refused."""

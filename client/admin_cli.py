@@ -2,54 +2,34 @@
 
 from __future__ import annotations
 
-import asyncio
-import json
-from collections.abc import Awaitable, Callable
-from typing import Annotated, TypeVar
+from typing import Annotated
 
 import typer
-from google.protobuf.json_format import MessageToDict
-from google.protobuf.message import Message
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from client.admin import AdminClient
-from client.connection import failures, secured
+from client.options import AdminAccess, BandName, command
 from client.terminal import write_answer
 from common.types import Band, Reason
-from protos.inference.v1 import admin_pb2
+from protos.inference.v1 import admin_pb2, types_pb2
 
-admin = typer.Typer(no_args_is_help=True, help="Look at a deployment and drain its parts. Needs the admin key.")
+admin = typer.Typer(no_args_is_help=True, help="Look at a deployment, set tenants, drain parts. Needs the admin key.")
 
-_M = TypeVar("_M", bound=Message)
-
-Address = Annotated[
-    str, typer.Option("--address", "-a", envvar="TIDEGATE_ADDRESS", help="The gateway, HOST:PORT.", show_envvar=True)
+TenantId = Annotated[str, typer.Argument(help="The tenant's id.")]
+Limit = Annotated[
+    list[str] | None, typer.Option("--limit", "-l", help="NAME=VALUE, as in the tenants file; NAME= removes it.")
 ]
-AdminKey = Annotated[
-    str, typer.Option("--admin-key", envvar="TIDEGATE_ADMIN_KEY", help="The operators' key.", show_default=False)
-]
-Tls = Annotated[bool, typer.Option("--tls", help="Connect with TLS, trusting the system's authorities.")]
-TimeoutS = Annotated[float, typer.Option("--timeout", min=0.001, help="Seconds for the call.")]
-AsJson = Annotated[bool, typer.Option("--json", help="For programs: one JSON object.")]
-
-DEFAULT_ADDRESS = "127.0.0.1:50051"
 
 
-@admin.command()
-def workers(
-    address: Address = DEFAULT_ADDRESS,
-    admin_key: AdminKey = "",
-    timeout: TimeoutS = 10.0,
-    tls: Tls = False,
-    as_json: AsJson = False,
-) -> None:
+@command(admin)
+def workers(access: AdminAccess = AdminAccess()) -> None:
     """List workers: sessions, slots, KV blocks, as the gateway sees them."""
-    answer = _run(address, admin_key, timeout, tls, AdminClient.list_workers)
-    if as_json:
-        _write_json(answer)
-        return
+    access.report(AdminClient.list_workers, _write_workers)
+
+
+def _write_workers(answer: admin_pb2.ListWorkersResponse) -> None:
     table = Table("worker", "state", "model", "slots free/all", "blocks free/all", "running", "waiting", "address")
     for each in answer.workers:
         numbers = ["?", "?", "?", "?"]
@@ -61,61 +41,92 @@ def workers(
     _print(table)
 
 
-@admin.command()
-def queue(
-    address: Address = DEFAULT_ADDRESS,
-    admin_key: AdminKey = "",
-    timeout: TimeoutS = 10.0,
-    tls: Tls = False,
-    as_json: AsJson = False,
-) -> None:
-    """Show how many requests of each band wait in the whole fleet, and how long."""
-    answer = _run(address, admin_key, timeout, tls, AdminClient.show_queue)
-    if as_json:
-        _write_json(answer)
-        return
-    table = Table("band", "waiting", "longest wait (s)")
+@command(admin)
+def queue(access: AdminAccess = AdminAccess()) -> None:
+    """Show how many requests wait in the whole fleet, and how long: by band, and by flow in the order of turns."""
+    access.report(AdminClient.show_queue, _write_queue)
+
+
+def _write_queue(answer: admin_pb2.ShowQueueResponse) -> None:
+    bands = Table("band", "waiting", "longest wait (s)")
     for each in answer.bands:
-        table.add_row(_band(each.band), str(each.num_waiting), f"{each.oldest_wait_s:.1f}")
-    _print(table)
+        bands.add_row(_band(each.band), str(each.num_waiting), f"{each.oldest_wait_s:.1f}")
+    _print(bands)
+    flows = Table("model", "band", "tenant", "waiting", "longest wait (s)", "served (tokens by weight)", "weight")
+    for flow in answer.flows:
+        numbers = (str(flow.num_waiting), f"{flow.oldest_wait_s:.1f}", f"{flow.served:.0f}", str(flow.weight))
+        flows.add_row(*map(Text, (flow.model, _band(flow.band), flow.tenant_id, *numbers)))
+    if answer.flows:
+        _print(flows)
 
 
-@admin.command()
-def tenants(
-    address: Address = DEFAULT_ADDRESS,
-    admin_key: AdminKey = "",
-    timeout: TimeoutS = 10.0,
-    tls: Tls = False,
-    as_json: AsJson = False,
-) -> None:
-    """List tenants with their bands, weights and limits; never their keys."""
-    answer = _run(address, admin_key, timeout, tls, AdminClient.list_tenants)
-    if as_json:
-        _write_json(answer)
-        return
-    table = Table("tenant", "band", "weight", "live here", "limits")
-    for each in answer.tenants:
+@command(admin)
+def tenants(access: AdminAccess = AdminAccess()) -> None:
+    """List the tenants that the gateway accepts with their limits and what is left of them; never their keys."""
+    access.report(AdminClient.list_tenants, lambda answer: _write_tenants(*answer.tenants))
+
+
+def _write_tenants(*statuses: admin_pb2.TenantStatus) -> None:
+    table = Table("tenant", "band", "weight", "from", "live here", "limits", "left")
+    for each in statuses:
         limits = ", ".join(f"{name}={value}" for name, value in sorted(each.limits.items()))
-        row = (each.tenant_id, _band(each.max_band), str(each.weight), str(each.num_live), limits or "none")
-        table.add_row(*map(Text, row))
+        left = ", ".join(f"{name}={value}" for name, value in sorted(each.remaining.items()))
+        numbers = (str(each.weight), each.source, str(each.num_live))
+        table.add_row(*map(Text, (each.tenant_id, _band(each.max_band), *numbers, limits or "none", left)))
     _print(table)
 
 
-@admin.command()
+@command(admin)
+def set_tenant(
+    tenant: TenantId,
+    band: Annotated[BandName | None, typer.Option(help="The highest band that its requests may have.")] = None,
+    weight: Annotated[int, typer.Option(min=0, max=1000, help="Its part of a backlogged band; 0: as it is.")] = 0,
+    limit: Limit = None,
+    key_sha256: Annotated[
+        list[str] | None, typer.Option(help="SHA-256 of an API key, in place of all its keys; may be repeated.")
+    ] = None,
+    access: AdminAccess = AdminAccess(),
+) -> None:
+    """Change a tenant on all gateways, or add one; what is not given stays as it is. Goes before the tenants file."""
+    pairs = [each.partition("=") for each in limit or ()]
+    if any(not separator for _, separator, _ in pairs):
+        raise typer.BadParameter("--limit must be NAME=VALUE, or NAME= to remove it")
+    request = admin_pb2.SetTenantRequest(
+        tenant_id=tenant,
+        max_band=types_pb2.BAND_UNSPECIFIED if band is None else types_pb2.Band.ValueType(Band[band.name]),
+        weight=weight,
+        limits={name: value for name, _, value in pairs},
+        key_sha256=key_sha256,
+    )
+    access.report(lambda client: client.set_tenant(request), lambda answer: _write_tenants(answer.tenant))
+
+
+@command(admin)
+def delete_tenant(tenant: TenantId, access: AdminAccess = AdminAccess()) -> None:
+    """Shut a tenant out on all gateways, whatever the tenants file says. Its requests that run go on."""
+    access.report(lambda client: client.delete_tenant(tenant), lambda _: write_answer(f"tenant {tenant} is shut out\n"))
+
+
+@command(admin)
+def reset_tenant(tenant: TenantId, access: AdminAccess = AdminAccess()) -> None:
+    """Forget what was set or deleted: the tenant is as the tenants file says again."""
+    access.report(
+        lambda client: client.reset_tenant(tenant),
+        lambda _: write_answer(f"tenant {tenant} is as the tenants file says\n"),
+    )
+
+
+@command(admin)
 def why(
-    tenant: Annotated[str, typer.Argument(help="The tenant's id.")],
+    tenant: TenantId,
     request_id: Annotated[str, typer.Argument(help="The request's id, as the client has it.")],
-    address: Address = DEFAULT_ADDRESS,
-    admin_key: AdminKey = "",
-    timeout: TimeoutS = 10.0,
-    tls: Tls = False,
-    as_json: AsJson = False,
+    access: AdminAccess = AdminAccess(),
 ) -> None:
     """Say why a request waits, where it runs, or why it was refused."""
-    answer = _run(address, admin_key, timeout, tls, lambda client: client.explain(tenant, request_id))
-    if as_json:
-        _write_json(answer)
-        return
+    access.report(lambda client: client.explain(tenant, request_id), _write_why)
+
+
+def _write_why(answer: admin_pb2.ExplainRequestResponse) -> None:
     write_answer(f"{answer.state}: {answer.explanation}\n")
     for name, value in _facts(answer).items():
         write_answer(f"  {name}: {value}\n")
@@ -127,37 +138,24 @@ def why(
         _print(table)
 
 
-@admin.command()
+@command(admin)
 def drain_worker(
-    worker_id: Annotated[str, typer.Argument(help="The worker's id.")],
-    address: Address = DEFAULT_ADDRESS,
-    admin_key: AdminKey = "",
-    timeout: TimeoutS = 10.0,
-    tls: Tls = False,
-    as_json: AsJson = False,
+    worker_id: Annotated[str, typer.Argument(help="The worker's id.")], access: AdminAccess = AdminAccess()
 ) -> None:
     """Let a worker finish what it runs within its drain time, hand back the rest, and end."""
-    answer = _run(address, admin_key, timeout, tls, lambda client: client.drain_worker(worker_id))
-    if as_json:
-        _write_json(answer)
-    else:
-        write_answer(f"worker {worker_id} drains; it runs {answer.running} requests\n")
+    access.report(
+        lambda client: client.drain_worker(worker_id),
+        lambda answer: write_answer(f"worker {worker_id} drains; it runs {answer.running} requests\n"),
+    )
 
 
-@admin.command()
-def drain_gateway(
-    address: Address = DEFAULT_ADDRESS,
-    admin_key: AdminKey = "",
-    timeout: TimeoutS = 10.0,
-    tls: Tls = False,
-    as_json: AsJson = False,
-) -> None:
+@command(admin)
+def drain_gateway(access: AdminAccess = AdminAccess()) -> None:
     """Let the gateway that answers finish its streams within its drain time, and end."""
-    answer = _run(address, admin_key, timeout, tls, AdminClient.drain_gateway)
-    if as_json:
-        _write_json(answer)
-    else:
-        write_answer(f"gateway {answer.gateway_id} drains; it holds {answer.num_live} requests\n")
+    access.report(
+        AdminClient.drain_gateway,
+        lambda answer: write_answer(f"gateway {answer.gateway_id} drains; it holds {answer.num_live} requests\n"),
+    )
 
 
 def _facts(answer: admin_pb2.ExplainRequestResponse) -> dict[str, str]:
@@ -172,7 +170,12 @@ def _facts(answer: admin_pb2.ExplainRequestResponse) -> dict[str, str]:
             "attempts": f"{answer.attempt}, {answer.num_losses} of them lost",
         }
     if answer.state == "queued":
-        facts["ahead"] = f"{answer.num_earlier_here} of this gateway's; {answer.num_waiting_in_band} wait in the band"
+        facts["waits for"] = answer.waits_for
+        facts["ahead"] = (
+            f"{answer.num_ahead_in_flow} of its tenant; {answer.num_flows_first} tenants of its band; "
+            f"{answer.num_waiting_above} in higher bands; {answer.num_earlier_here} of this gateway's wait longer, "
+            f"{answer.num_waiting_in_band} wait in the band"
+        )
     if answer.reason:
         facts["reason"] = Reason(answer.reason).name
     return {name: value for name, value in facts.items() if value}
@@ -184,19 +187,3 @@ def _band(value: int) -> str:
 
 def _print(table: Table) -> None:
     Console().print(table)
-
-
-def _write_json(answer: Message) -> None:
-    fields = MessageToDict(answer, preserving_proto_field_name=True, always_print_fields_with_no_presence=True)
-    write_answer(json.dumps(fields) + "\n")
-
-
-def _run(address: str, admin_key: str, timeout_s: float, tls: bool, call: Callable[[AdminClient], Awaitable[_M]]) -> _M:
-    async def run() -> _M:
-        with secured(tls) as (credentials, options):
-            client = AdminClient(address, admin_key, options=options, credentials=credentials, timeout_s=timeout_s)
-        async with client:
-            return await call(client)
-
-    with failures():
-        return asyncio.run(run())

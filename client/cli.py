@@ -5,10 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
-from collections.abc import Awaitable, Callable
 from contextlib import aclosing
-from enum import StrEnum
-from typing import Annotated, TypeVar
+from typing import Annotated
 
 import typer
 
@@ -17,8 +15,9 @@ from client.client import Client
 from client.connection import EXIT_FAILED, TLS_FILES, TlsFiles, connect, failures
 from client.conversation import Conversation, talk
 from client.jobs_cli import jobs
+from client.options import AsJson, BandName, Gateway, SamplingOptions, TenantAccess, command
 from client.terminal import note, note_finished, write_answer, write_models
-from client.types import Chat, Delta, Finished, Message, Sampling, Text
+from client.types import Chat, Delta, Finished, Message, Text
 from common.types import Band
 
 app = typer.Typer(
@@ -33,24 +32,6 @@ app = typer.Typer(
 app.add_typer(admin, name="admin")
 app.add_typer(jobs, name="jobs")
 
-_T = TypeVar("_T")
-
-
-class BandName(StrEnum):
-    """A band as the user names it."""
-
-    HIGH = "high"
-    NORMAL = "normal"
-    LOW = "low"
-
-
-Address = Annotated[
-    str, typer.Option("--address", "-a", envvar="TIDEGATE_ADDRESS", help="The gateway, HOST:PORT.", show_envvar=True)
-]
-ApiKey = Annotated[
-    str, typer.Option("--api-key", "-k", envvar="TIDEGATE_API_KEY", help="The tenant's key.", show_default=False)
-]
-Tls = Annotated[bool, typer.Option("--tls", help="Connect with TLS, trusting the system's authorities.")]
 TlsCa = Annotated[
     str, typer.Option(envvar="TIDEGATE_TLS_CA", help="Connect with TLS, trusting the authorities of this PEM file.")
 ]
@@ -59,33 +40,12 @@ TlsKey = Annotated[str, typer.Option(envvar="TIDEGATE_TLS_KEY", help="PEM file o
 TlsName = Annotated[
     str, typer.Option(envvar="TIDEGATE_TLS_NAME", help="Name in the server's certificate, if not the address's host.")
 ]
-TimeoutS = Annotated[float | None, typer.Option("--timeout", min=0.001, help="Seconds for the whole call.")]
 ModelName = Annotated[str, typer.Option("--model", "-m", help="The model; the deployment's default if left out.")]
 BandOption = Annotated[
     BandName | None, typer.Option("--band", help="Be served below the tenant's band; never above it.")
 ]
 System = Annotated[str, typer.Option("--system", "-s", help="The system message.")]
 Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Tokens, times and finish reason after the answer.")]
-Temperature = Annotated[float | None, typer.Option(help="0 is greedy. [0, 100]")]
-TopK = Annotated[int | None, typer.Option(help="Keep the k most probable tokens; 0 keeps all.")]
-TopP = Annotated[float | None, typer.Option(help="Keep the smallest set of this total probability. [0, 1]")]
-MinP = Annotated[float | None, typer.Option(help="Keep tokens this probable beside the best. [0, 1]")]
-RepetitionPenalty = Annotated[float | None, typer.Option(help="Above 1 discourages tokens already seen. (0, 10]")]
-PresencePenalty = Annotated[float | None, typer.Option(help="Discourages tokens already generated. [-2, 2]")]
-FrequencyPenalty = Annotated[float | None, typer.Option(help="The same for each time. [-2, 2]")]
-MaxTokens = Annotated[int | None, typer.Option("--max-tokens", "-n", min=1, help="Most tokens of the answer.")]
-Seed = Annotated[int | None, typer.Option(min=0, max=2**64 - 1, help="The same seed gives the same answer.")]
-Stop = Annotated[list[str] | None, typer.Option(help="Ends the answer before this text; may be given up to 16 times.")]
-
-Window = Annotated[
-    int | None,
-    typer.Option("--kv-window-tokens", min=1, help="Tokens that a token sees of its own sequence."),
-]
-Sinks = Annotated[
-    int | None, typer.Option("--kv-sink-tokens", min=0, help="First tokens that stay visible besides the window.")
-]
-
-DEFAULT_ADDRESS = "127.0.0.1:50051"
 
 
 @app.callback()
@@ -98,53 +58,25 @@ def _connection(
     TLS_FILES.set(TlsFiles(tls_ca, tls_cert, tls_key, tls_name))
 
 
-@app.command()
+@command(app)
 def chat(
     prompt: Annotated[
         str | None, typer.Option("--prompt", "-p", help="One turn instead of a conversation; - reads standard input.")
     ] = None,
     system: System = "",
-    address: Address = DEFAULT_ADDRESS,
-    api_key: ApiKey = "",
     model: ModelName = "",
     band: BandOption = None,
-    temperature: Temperature = None,
-    top_k: TopK = None,
-    top_p: TopP = None,
-    min_p: MinP = None,
-    repetition_penalty: RepetitionPenalty = None,
-    presence_penalty: PresencePenalty = None,
-    frequency_penalty: FrequencyPenalty = None,
-    max_tokens: MaxTokens = None,
-    seed: Seed = None,
-    stop: Stop = None,
-    kv_window_tokens: Window = None,
-    kv_sink_tokens: Sinks = None,
-    timeout: TimeoutS = None,
-    tls: Tls = False,
+    sampling: SamplingOptions = SamplingOptions(),
+    access: TenantAccess = TenantAccess(timeout=None),
     verbose: Verbose = False,
 ) -> None:
     """Hold a conversation, streamed as it is generated; or ask once with --prompt.
 
     In a conversation /reset forgets what was said, /quit or Ctrl-D leaves, and Ctrl-C ends a running answer only.
     """
-    sampling = Sampling(
-        temperature=temperature,
-        top_k=top_k,
-        top_p=top_p,
-        min_p=min_p,
-        repetition_penalty=repetition_penalty,
-        presence_penalty=presence_penalty,
-        frequency_penalty=frequency_penalty,
-        max_tokens=max_tokens,
-        seed=seed,
-        stop=stop or (),
-        kv_window_tokens=kv_window_tokens,
-        kv_sink_tokens=kv_sink_tokens,
-    )
     with failures(), asyncio.Runner() as runner:
-        client = runner.run(connect(address, api_key, tls))
-        conversation = Conversation(client, sampling, model, _band(band), timeout, system)
+        client = runner.run(connect(access.address, access.api_key, access.tls))
+        conversation = Conversation(client, sampling.sampling(), model, _band(band), access.timeout, system)
         try:
             if prompt is None:
                 talk(conversation, runner, input)
@@ -156,47 +88,21 @@ def chat(
             runner.run(client.close())
 
 
-@app.command()
+@command(app)
 def complete(
     text: Annotated[str, typer.Argument(help="Plain text to go on from; - reads standard input.")],
-    address: Address = DEFAULT_ADDRESS,
-    api_key: ApiKey = "",
     model: ModelName = "",
     band: BandOption = None,
-    temperature: Temperature = None,
-    top_k: TopK = None,
-    top_p: TopP = None,
-    min_p: MinP = None,
-    repetition_penalty: RepetitionPenalty = None,
-    presence_penalty: PresencePenalty = None,
-    frequency_penalty: FrequencyPenalty = None,
-    max_tokens: MaxTokens = None,
-    seed: Seed = None,
-    stop: Stop = None,
-    kv_window_tokens: Window = None,
-    kv_sink_tokens: Sinks = None,
-    timeout: TimeoutS = None,
-    tls: Tls = False,
+    sampling: SamplingOptions = SamplingOptions(),
+    access: TenantAccess = TenantAccess(timeout=None),
     verbose: Verbose = False,
 ) -> None:
     """Go on from plain text, without a chat template."""
-    sampling = Sampling(
-        temperature=temperature,
-        top_k=top_k,
-        top_p=top_p,
-        min_p=min_p,
-        repetition_penalty=repetition_penalty,
-        presence_penalty=presence_penalty,
-        frequency_penalty=frequency_penalty,
-        max_tokens=max_tokens,
-        seed=seed,
-        stop=stop or (),
-        kv_window_tokens=kv_window_tokens,
-        kv_sink_tokens=kv_sink_tokens,
-    )
 
     async def ask(client: Client) -> None:
-        stream = client.generate(Text(_argument(text)), sampling, model=model, band=_band(band), timeout_s=timeout)
+        stream = client.generate(
+            Text(_argument(text)), sampling.sampling(), model=model, band=_band(band), timeout_s=access.timeout
+        )
         async with aclosing(stream) as events:
             async for event in events:
                 if isinstance(event, Delta):
@@ -206,37 +112,31 @@ def complete(
                     if verbose:
                         note_finished(event)
 
-    _run(address, api_key, tls, ask)
+    access.call(ask)
 
 
-@app.command()
+@command(app)
 def count(
     text: Annotated[str, typer.Argument(help="The text; - reads standard input.")],
     as_chat: Annotated[bool, typer.Option("--chat", help="As a user's turn, chat template included.")] = False,
-    address: Address = DEFAULT_ADDRESS,
-    api_key: ApiKey = "",
     model: ModelName = "",
-    timeout: TimeoutS = 60.0,
-    tls: Tls = False,
+    access: TenantAccess = TenantAccess(timeout=60.0),
 ) -> None:
     """Count the tokens that a prompt takes."""
     content = _argument(text)
     prompt = Chat([Message("user", content)]) if as_chat else Text(content)
-    answer = _run(address, api_key, tls, lambda client: client.count_tokens(prompt, model=model, timeout_s=timeout))
+    answer = access.call(lambda client: client.count_tokens(prompt, model=model, timeout_s=access.timeout))
     write_answer(f"{answer.num_tokens}\n")
     note(f"[the model takes {answer.context_length} tokens, answer included]")
 
 
-@app.command()
+@command(app)
 def models(
-    address: Address = DEFAULT_ADDRESS,
-    api_key: ApiKey = "",
-    timeout: TimeoutS = 10.0,
-    tls: Tls = False,
-    as_json: Annotated[bool, typer.Option("--json", help="For programs: one object for each line.")] = False,
+    access: TenantAccess = TenantAccess(),
+    as_json: AsJson = False,
 ) -> None:
     """List the models that can be asked for."""
-    answer = _run(address, api_key, tls, lambda client: client.list_models(timeout_s=timeout))
+    answer = access.call(lambda client: client.list_models(timeout_s=access.timeout))
     if not as_json:
         write_models(answer)
         return
@@ -250,10 +150,10 @@ def models(
         write_answer(json.dumps(fields) + "\n")
 
 
-@app.command()
-def health(address: Address = DEFAULT_ADDRESS, timeout: TimeoutS = 5.0, tls: Tls = False) -> None:
+@command(app)
+def health(gateway: Gateway = Gateway(timeout=5.0)) -> None:
     """Ask whether requests are served; exit status 0 if, and only if, they are. Needs no API key."""
-    status = _run(address, "", tls, lambda client: client.health(timeout_s=timeout))
+    status = gateway.call(lambda client: client.health(timeout_s=gateway.timeout))
     write_answer(status + "\n")
     if status != "SERVING":
         raise typer.Exit(EXIT_FAILED)
@@ -265,12 +165,3 @@ def _argument(text: str) -> str:
 
 def _band(name: BandName | None) -> Band | None:
     return None if name is None else Band[name.name]
-
-
-def _run(address: str, api_key: str, tls: bool, call: Callable[[Client], Awaitable[_T]]) -> _T:
-    async def run() -> _T:
-        async with await connect(address, api_key, tls) as client:
-            return await call(client)
-
-    with failures():
-        return asyncio.run(run())

@@ -2,93 +2,66 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import sys
-from collections.abc import Awaitable, Callable
 from datetime import datetime
-from typing import Annotated, TypeVar
+from typing import Annotated
 
 import typer
 
-from client.client import Client
-from client.connection import EXIT_FAILED, connect, failures
+from client.connection import EXIT_FAILED
 from client.jobs import Job
+from client.options import AsJson, SamplingOptions, TenantAccess, command
 from client.terminal import note, write_answer
-from client.types import Chat, Message, Sampling
+from client.types import Chat, Message
 from common.types import JobState
 
 jobs = typer.Typer(no_args_is_help=True, help="Leave work in the low band, and fetch its results later.")
 
-_T = TypeVar("_T")
-
-Address = Annotated[
-    str, typer.Option("--address", "-a", envvar="TIDEGATE_ADDRESS", help="The gateway, HOST:PORT.", show_envvar=True)
-]
-ApiKey = Annotated[
-    str, typer.Option("--api-key", "-k", envvar="TIDEGATE_API_KEY", help="The tenant's key.", show_default=False)
-]
-Tls = Annotated[bool, typer.Option("--tls", help="Connect with TLS, trusting the system's authorities.")]
-TimeoutS = Annotated[float, typer.Option("--timeout", min=0.001, help="Seconds for the call.")]
 JobId = Annotated[str, typer.Argument(help="The job's id.")]
 
-DEFAULT_ADDRESS = "127.0.0.1:50051"
 
-
-@jobs.command()
+@command(jobs)
 def submit(
     prompt: Annotated[str, typer.Argument(help="A user's turn; - reads standard input.")],
     system: Annotated[str, typer.Option("--system", "-s", help="The system message.")] = "",
     job_id: Annotated[str, typer.Option("--id", help="The job's id; chosen by the gateway if left out.")] = "",
     model: Annotated[str, typer.Option("--model", "-m", help="The model; the default if left out.")] = "",
-    max_tokens: Annotated[int | None, typer.Option("--max-tokens", "-n", min=1, help="Most tokens.")] = None,
-    temperature: Annotated[float | None, typer.Option(help="0 is greedy. [0, 100]")] = None,
-    seed: Annotated[int | None, typer.Option(min=0, max=2**64 - 1, help="The same seed, the same answer.")] = None,
-    address: Address = DEFAULT_ADDRESS,
-    api_key: ApiKey = "",
-    timeout: TimeoutS = 60.0,
-    tls: Tls = False,
+    sampling: SamplingOptions = SamplingOptions(),
+    access: TenantAccess = TenantAccess(timeout=60.0),
 ) -> None:
     """Leave a request; its job's id is the output."""
     content = sys.stdin.read() if prompt == "-" else prompt
     turns = [Message("system", system)] if system else []
     chat = Chat([*turns, Message("user", content)])
-    sampling = Sampling(max_tokens=max_tokens, temperature=temperature, seed=seed)
-    job = _run(
-        address,
-        api_key,
-        tls,
-        lambda client: client.submit_job(chat, sampling, model=model, job_id=job_id, timeout_s=timeout),
+    job = access.call(
+        lambda client: client.submit_job(
+            chat, sampling.sampling(), model=model, job_id=job_id, timeout_s=access.timeout
+        )
     )
     write_answer(f"{job.job_id}\n")
 
 
-@jobs.command()
+@command(jobs)
 def get(
     job_id: JobId,
-    address: Address = DEFAULT_ADDRESS,
-    api_key: ApiKey = "",
-    timeout: TimeoutS = 10.0,
-    tls: Tls = False,
+    access: TenantAccess = TenantAccess(),
 ) -> None:
     """Print a job's result. Exit status 0 if, and only if, it is done."""
-    job = _run(address, api_key, tls, lambda client: client.get_job(job_id, timeout_s=timeout))
+    job = access.call(lambda client: client.get_job(job_id, timeout_s=access.timeout))
     if job.result is None:
         note(_describe(job))
         raise typer.Exit(EXIT_FAILED)
     write_answer(job.result.text + "\n")
 
 
-@jobs.command("list")
+@command(jobs, "list")
 def list_jobs(
-    address: Address = DEFAULT_ADDRESS,
-    api_key: ApiKey = "",
-    timeout: TimeoutS = 10.0,
-    tls: Tls = False,
-    as_json: Annotated[bool, typer.Option("--json", help="For programs: one object for each line.")] = False,
+    access: TenantAccess = TenantAccess(),
+    as_json: AsJson = False,
 ) -> None:
     """List the tenant's jobs, newest first."""
-    for job in _run(address, api_key, tls, lambda client: client.list_jobs(timeout_s=timeout)):
+    for job in access.call(lambda client: client.list_jobs(timeout_s=access.timeout)):
         if as_json:
             fields = {
                 "job_id": job.job_id,
@@ -103,16 +76,13 @@ def list_jobs(
             write_answer(_describe(job) + "\n")
 
 
-@jobs.command()
+@command(jobs)
 def cancel(
     job_id: JobId,
-    address: Address = DEFAULT_ADDRESS,
-    api_key: ApiKey = "",
-    timeout: TimeoutS = 10.0,
-    tls: Tls = False,
+    access: TenantAccess = TenantAccess(),
 ) -> None:
     """End a job that has not ended."""
-    job = _run(address, api_key, tls, lambda client: client.cancel_job(job_id, timeout_s=timeout))
+    job = access.call(lambda client: client.cancel_job(job_id, timeout_s=access.timeout))
     note(_describe(job))
     if job.state is not JobState.CANCELLED:
         raise typer.Exit(EXIT_FAILED)
@@ -122,12 +92,3 @@ def _describe(job: Job) -> str:
     created = datetime.fromtimestamp(job.created_at).astimezone().isoformat(" ", "seconds")
     cause = f"  {job.reason.name}: {job.message}" if job.reason is not None else ""
     return f"{job.job_id}  {job.state.name.lower()}  {job.output_tokens} tokens  {created}{cause}"
-
-
-def _run(address: str, api_key: str, tls: bool, call: Callable[[Client], Awaitable[_T]]) -> _T:
-    async def run() -> _T:
-        async with await connect(address, api_key, tls) as client:
-            return await call(client)
-
-    with failures():
-        return asyncio.run(run())

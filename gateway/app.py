@@ -29,9 +29,10 @@ from gateway.placement.fleet import Fleet
 from gateway.prompts import PromptReader
 from gateway.resumption import Resumption
 from gateway.rpc import admin_service, fleet_service, inference_service, jobs_service
-from gateway.rpc.admin_service import AdminService, AdminSettings
+from gateway.rpc.admin_service import AdminService
 from gateway.rpc.dialer import WorkerDialer
 from gateway.rpc.endings import Endings
+from gateway.rpc.explanation import Explainer
 from gateway.rpc.worker_session import SessionSettings
 from gateway.store.connection import Trunk
 from gateway.store.redis_jobs import RedisJobStore
@@ -39,7 +40,9 @@ from gateway.store.redis_journal import RedisJournal
 from gateway.store.redis_ledger import RedisLedger
 from gateway.store.redis_limiter import LimiterSettings, RedisLimiter
 from gateway.store.redis_queue import QueueSettings, RedisQueue
+from gateway.store.redis_tenants import RedisTenantStore
 from gateway.store_health import StoreHealth
+from gateway.tenant_edits import TenantEdits
 from gateway.tenants import Tenants
 
 _log = structlog.get_logger(__name__)
@@ -220,14 +223,18 @@ class GatewayApp:
         )
         self._server.add(jobs_service.SERVICE_NAME, jobs_service.register, job_desk)
         self._server.add(fleet_service.SERVICE_NAME, fleet_service.register, announcements)
+        self._edits = TenantEdits(
+            RedisTenantStore(trunk, pool=settings.pool, timeout_s=settings.store_timeout_s), tenants, self._store
+        )
         administration = AdminService(
             self.dispatcher,
             self._dialer,
             self.queue,
+            self.limiter,
             tenants,
-            endings,
-            clock,
-            AdminSettings(self.gateway_id),
+            self._edits,
+            Explainer(self.dispatcher, self._dialer, self.queue, endings, clock, self.gateway_id),
+            self.gateway_id,
             begin_drain=self.drain_wanted.set,
         )
         self._server.add(admin_service.SERVICE_NAME, admin_service.register, administration)
@@ -250,6 +257,7 @@ class GatewayApp:
         self._books.start(self._background)
         self._resumption.start(self._background)
         self._job_runner.start(self._background)
+        self._background.run(self._edits.run, "tenant_edits")
         self._dialer.start()
         _log.info("gateway_started", gateway_id=self.gateway_id, port=self.port, metrics_port=self.metrics_port)
 
@@ -265,6 +273,7 @@ class GatewayApp:
         if self._metrics_server is not None:
             await asyncio.to_thread(self._metrics_server.close)
         await self.limiter.close()
+        await self._edits.close()
         await self._job_runner.close()
         await self._resumption.stop()
         await self._books.stop()

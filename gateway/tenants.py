@@ -23,6 +23,10 @@ _LIMITS = TypeAdapter(TenantLimits)
 _KEY_HASH = re.compile(r"[0-9a-f]{64}")
 
 
+class TenantError(ValueError):
+    """No tenant can be like that; the message says why."""
+
+
 class TenantsFileError(ValueError):
     """The tenants file cannot be used; the message says where and why."""
 
@@ -52,11 +56,21 @@ def hash_key(key: str) -> str:
     return hashlib.sha256(key.encode()).hexdigest()
 
 
+@dataclass(frozen=True, slots=True)
+class TenantEdit:
+    """What an operator has set for a tenant, in place of what the file says; nothing shuts it out."""
+
+    tenant: Tenant | None
+    key_hashes: frozenset[str] | None = None  # None: as in the file
+
+
 class Tenants:
-    """All tenants, found by key."""
+    """All tenants, found by key: those of the file, under what operators have set."""
 
     def __init__(self, by_key_hash: Mapping[str, Tenant]) -> None:
-        self._by_key_hash = dict(by_key_hash)
+        self._of_file = dict(by_key_hash)
+        self._edits: dict[str, TenantEdit] = {}
+        self._by_key_hash = self._of_file
 
     def __len__(self) -> int:
         return len(set(self._by_key_hash.values()))
@@ -70,9 +84,32 @@ class Tenants:
         """The tenant of that id."""
         return next((it for it in self._by_key_hash.values() if it.tenant_id == tenant_id), None)
 
+    def owner_of(self, key_hash: str) -> str | None:
+        """Id of the tenant that has that key."""
+        tenant = self._by_key_hash.get(key_hash)
+        return None if tenant is None else tenant.tenant_id
+
+    def is_edited(self, tenant_id: str) -> bool:
+        """Whether an operator has set or deleted it."""
+        return tenant_id in self._edits
+
     def replace(self, others: Tenants) -> None:
-        """Becomes the others; calls that are authenticated already go on as they are."""
-        self._by_key_hash = others._by_key_hash
+        """The file says something else now; calls that are authenticated already go on as they are."""
+        self._of_file = others._of_file
+        self._merge()
+
+    def edit(self, edits: Mapping[str, TenantEdit]) -> None:
+        """These are all that operators have set, by tenant id."""
+        self._edits = dict(edits)
+        self._merge()
+
+    def _merge(self) -> None:
+        merged = {key: tenant for key, tenant in self._of_file.items() if tenant.tenant_id not in self._edits}
+        for tenant_id, edit in self._edits.items():
+            if edit.tenant is not None:
+                of_file = [key for key, tenant in self._of_file.items() if tenant.tenant_id == tenant_id]
+                merged.update(dict.fromkeys(of_file if edit.key_hashes is None else edit.key_hashes, edit.tenant))
+        self._by_key_hash = merged
 
     def authenticate(self, key: str | None) -> Tenant:
         """The tenant of a key. Raises UnauthenticatedError if there is none."""
@@ -110,25 +147,38 @@ def _parse(entries: Iterable[object]) -> dict[str, Tenant]:
     for number, entry in enumerate(entries, start=1):
         if not isinstance(entry, dict) or not _REQUIRED <= set(entry) <= _REQUIRED | {"weight", "limits"}:
             raise TenantsFileError(f"entry {number}: must have id, key_sha256 and band, and may have weight and limits")
-        tenant_id, key_hash, band = (entry[name] for name in ("id", "key_sha256", "band"))
-        if not isinstance(tenant_id, str) or not _TENANT_ID.fullmatch(tenant_id):
-            raise TenantsFileError(f"entry {number}: id must match {_TENANT_ID.pattern}")
-        if not isinstance(key_hash, str) or not _KEY_HASH.fullmatch(key_hash):
-            raise TenantsFileError(f"entry {number} ({tenant_id}): key_sha256 must be 64 hexadecimal digits")
-        if band not in ("high", "normal", "low"):
-            raise TenantsFileError(f"entry {number} ({tenant_id}): band must be high, normal or low")
-        if key_hash in by_key_hash:
-            raise TenantsFileError(f"entry {number} ({tenant_id}): another entry has the same key")
-        weight = entry.get("weight", 1)
-        if type(weight) is not int or not 1 <= weight <= _MAX_WEIGHT:
-            raise TenantsFileError(f"entry {number} ({tenant_id}): weight must be an integer from 1 to {_MAX_WEIGHT}")
+        where = f"entry {number} ({entry['id']})"
         try:
-            limits = _LIMITS.validate_python(entry.get("limits", {}))
-        except ValidationError as error:
-            faults = "; ".join(f"{'.'.join(map(str, it['loc']))}: {it['msg']}" for it in error.errors())
-            raise TenantsFileError(f"entry {number} ({tenant_id}): limits: {faults}") from None
-        tenant = Tenant(tenant_id, Band[band.upper()], weight, limits)
-        if known.setdefault(tenant_id, tenant) != tenant:
-            raise TenantsFileError(f"entry {number} ({tenant_id}): its entries name different bands, weights or limits")
+            key_hash = check_key_hash(entry["key_sha256"])
+            tenant = check_tenant(entry["id"], entry["band"], entry.get("weight", 1), entry.get("limits", {}))
+        except TenantError as error:
+            raise TenantsFileError(f"{where}: {error}") from None
+        if key_hash in by_key_hash:
+            raise TenantsFileError(f"{where}: another entry has the same key")
+        if known.setdefault(tenant.tenant_id, tenant) != tenant:
+            raise TenantsFileError(f"{where}: its entries name different bands, weights or limits")
         by_key_hash[key_hash] = tenant
     return by_key_hash
+
+
+def check_tenant(tenant_id: object, band: object, weight: object, limits: object) -> Tenant:
+    """A tenant of values from outside. Raises TenantError for the first that is not allowed."""
+    if not isinstance(tenant_id, str) or not _TENANT_ID.fullmatch(tenant_id):
+        raise TenantError(f"id must match {_TENANT_ID.pattern}")
+    if band not in ("high", "normal", "low"):
+        raise TenantError("band must be high, normal or low")
+    if type(weight) is not int or not 1 <= weight <= _MAX_WEIGHT:
+        raise TenantError(f"weight must be an integer from 1 to {_MAX_WEIGHT}")
+    try:
+        checked = _LIMITS.validate_python(limits)
+    except ValidationError as error:
+        faults = "; ".join(f"{'.'.join(map(str, it['loc']))}: {it['msg']}" for it in error.errors())
+        raise TenantError(f"limits: {faults}") from None
+    return Tenant(tenant_id, Band[str(band).upper()], weight, checked)
+
+
+def check_key_hash(key_hash: object) -> str:
+    """The hash of a key from outside. Raises TenantError."""
+    if not isinstance(key_hash, str) or not _KEY_HASH.fullmatch(key_hash):
+        raise TenantError("key_sha256 must be 64 hexadecimal digits")
+    return key_hash

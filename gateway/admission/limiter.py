@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -37,7 +38,7 @@ class OverLimitError(LimitExceededError):
 
 
 class Limiter(Protocol):
-    """Tenant limits over all gateways. Every method is one atomic change; `settle` and `renew` raise
+    """Tenant limits over all gateways. Every method is one atomic change; all but `reserve` raise
     UnavailableError(STORE_UNAVAILABLE) when the store cannot be reached."""
 
     async def reserve(
@@ -55,6 +56,10 @@ class Limiter(Protocol):
     async def settle(self, tenant: str, request_id: str, *, num_prompt_tokens: int, num_output_tokens: int) -> None:
         """Replaces the reservation by what was used. Idempotent. One that the store did not answer is repeated with
         the next `renew`."""
+        ...
+
+    async def remaining(self, tenants: Mapping[str, TenantLimits]) -> list[Remaining]:
+        """What is left of the limits of each now, whatever gateways hold of it."""
         ...
 
     async def renew(self) -> None:
@@ -81,6 +86,10 @@ class Unlimited:
 
     async def settle(self, tenant: str, request_id: str, *, num_prompt_tokens: int, num_output_tokens: int) -> None:
         """Keeps nothing."""
+
+    async def remaining(self, tenants: Mapping[str, TenantLimits]) -> list[Remaining]:
+        """Everything."""
+        return [Remaining() for _ in tenants]
 
     async def renew(self) -> None:
         """Keeps nothing."""

@@ -100,6 +100,27 @@ class QueueDepth:
     oldest_wait_s: float
 
 
+@dataclass(frozen=True, slots=True)
+class FlowDepth:
+    """Waiting requests of one flow, and what it has been served."""
+
+    flow: Flow
+    num_waiting: int
+    oldest_wait_s: float
+    served: float  # weighted tokens by its weight: of a band's flows the one with the least is next
+    weight: int
+
+
+@dataclass(frozen=True, slots=True)
+class Position:
+    """Where a waiting request stands."""
+
+    num_ahead_in_flow: int
+    num_flows_first: int  # of its band, that have been served less
+    num_waiting_above: int  # requests of its model in higher bands
+    num_overtaken: int  # times that a later one was claimed as this one did not fit
+
+
 class Queue(Protocol):
     """One queue for the whole fleet. Every method is one atomic change; all raise UnavailableError(STORE_UNAVAILABLE)
     when the store cannot be reached. The store's clock is the only clock."""
@@ -189,6 +210,14 @@ class Queue(Protocol):
 
     async def depths(self) -> list[QueueDepth]:
         """Waiting requests and oldest wait by band."""
+        ...
+
+    async def flow_depths(self) -> list[FlowDepth]:
+        """Waiting requests by flow: by model and band, in the order of their turns."""
+        ...
+
+    async def position(self, request_id: str) -> Position | None:
+        """Where a request stands; None if it does not wait in the queue."""
         ...
 
     async def close(self) -> None:

@@ -137,6 +137,21 @@ class PoolKeys:
         """
         return f"{self.prefix}claims:{worker_id}"
 
+    # Tenants
+
+    @property
+    def tenants(self) -> str:
+        """HASH tenant id -> JSON {id, band, weight, limits, key_sha256} or {deleted}, what operators have set.
+
+        Changed by tenants_write, filled by tenants_restore after a loss; without an end.
+        """
+        return self.prefix + "tenants"
+
+    @property
+    def tenants_version(self) -> str:
+        """STRING, counter of changes of `tenants`. Without an end."""
+        return self.prefix + "tenants_version"
+
     # Limits
 
     @property

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
@@ -68,7 +68,7 @@ class RedisLimiter:
         self._uniform = uniform
         self._on_share_used = on_share_used
         self._link = Link(store, timeout_s=bounds.timeout_s)
-        names = ("reserve", "settle", "renew", "share", "leave_shares")
+        names = ("reserve", "settle", "renew", "share", "leave_shares", "budgets")
         self._scripts = {name: Script(name, _PRELUDES, read_script) for name in names}
         self._accounts: dict[str, Account] = {}
         self._running: dict[str, Reservation] = {}  # by request id, counted by the store and not settled
@@ -140,7 +140,7 @@ class RedisLimiter:
             refusal, wait, *left = await self._take(tenant, request_id, tokens, limits, kept)
         if refusal == _UNSETTLED:
             raise self._unavailable("the store has just come back, and does not know yet what is used")
-        remaining = Remaining(*(None if number == _NO_LIMIT else number for number in left))
+        remaining = _remaining(left)
         if refusal:
             raise self._refusal(refusal % _BY_SHARES, tenant, tokens, limits, wait, remaining)
         return remaining
@@ -204,6 +204,14 @@ class RedisLimiter:
                 await self._settle(tenant, request_id, use.tokens)
         elif request_id not in self._running:  # it has been charged, and has ended
             await self._settle(tenant, request_id, 0)
+
+    async def remaining(self, tenants: Mapping[str, TenantLimits]) -> list[Remaining]:
+        """What is left of the limits of each now. See `Limiter.remaining`."""
+        arguments: list[Argument] = []
+        for tenant, limits in tenants.items():
+            arguments += [tenant, *limit_arguments(limits)[:4], self._day_offset(limits)]
+        left = await self._run("budgets", *arguments)
+        return [_remaining(left[start : start + 4]) for start in range(0, len(left), 4)]
 
     def held(self, tenant: str) -> Amounts:
         """What this gateway may admit for a tenant without the store, besides what it has."""
@@ -355,3 +363,7 @@ class RedisLimiter:
 
     def _send(self, name: str, *arguments: Argument) -> asyncio.Future[Any]:
         return self._link.send(self._scripts[name], self._pool_keys, (self._keys.prefix, *arguments))
+
+
+def _remaining(numbers: Sequence[int]) -> Remaining:
+    return Remaining(*(None if number == _NO_LIMIT else number for number in numbers))

@@ -10,7 +10,18 @@ from typing import Any
 
 from common.errors import DuplicateRequestError, LimitExceededError, QuotaViolation, UnavailableError
 from common.types import Band
-from gateway.queueing.queue import Claim, Flow, InboxMessage, Place, QueueDepth, QueueEntry, WorkerRecord, WorkerReport
+from gateway.queueing.queue import (
+    Claim,
+    Flow,
+    FlowDepth,
+    InboxMessage,
+    Place,
+    Position,
+    QueueDepth,
+    QueueEntry,
+    WorkerRecord,
+    WorkerReport,
+)
 from gateway.store.connection import Argument, Link, Script, Trunk, microseconds, read_script, text
 from gateway.store.inbox import Inbox
 from gateway.store.keys import PoolKeys
@@ -29,6 +40,8 @@ _SCRIPT_NAMES = (
     "heartbeat",
     "leave",
     "depths",
+    "flow_depths",
+    "position",
 )
 _PRELUDES = ("clock", "common", "flows")
 _ALREADY_LIVE = -1
@@ -244,6 +257,20 @@ class RedisQueue:
         """Waiting requests and the oldest head's wait, by band."""
         reply = await self._run("depths")
         return [QueueDepth(band, reply[2 * i], reply[2 * i + 1] / 1e6) for i, band in enumerate(Band)]
+
+    async def flow_depths(self) -> list[FlowDepth]:
+        """Waiting requests by flow, in the order of their turns."""
+        return [
+            FlowDepth(
+                Flow(text(model), Band(band), text(tenant)), length, wait / 1e6, float(counter) / 100, int(weight)
+            )
+            for band, model, tenant, length, wait, counter, weight in await self._run("flow_depths")
+        ]
+
+    async def position(self, request_id: str) -> Position | None:
+        """Where a request stands; None if it does not wait in the queue."""
+        reply = await self._run("position", request_id)
+        return Position(*reply) if reply else None
 
     async def close(self) -> None:
         """Removes this gateway's own keys, and requests if any are left, and closes connections."""

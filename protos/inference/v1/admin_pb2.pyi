@@ -166,22 +166,74 @@ class ShowQueueResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     BANDS_FIELD_NUMBER: _builtins.int
+    FLOWS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def bands(self) -> _containers.RepeatedCompositeFieldContainer[Global___BandDepth]:
         """highest first"""
+
+    @_builtins.property
+    def flows(self) -> _containers.RepeatedCompositeFieldContainer[Global___FlowDepth]:
+        """that have waiting requests: by model and band, in the order of their turns"""
 
     def __init__(
         self,
         *,
         bands: _abc.Iterable[Global___BandDepth] | None = ...,
+        flows: _abc.Iterable[Global___FlowDepth] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["bands", b"bands"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bands", b"bands", "flows", b"flows"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ShowQueueResponse: _TypeAlias = ShowQueueResponse  # noqa: Y015
+
+@_typing.final
+class FlowDepth(_message.Message):
+    """The waiting requests of a tenant in a band."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TENANT_ID_FIELD_NUMBER: _builtins.int
+    BAND_FIELD_NUMBER: _builtins.int
+    MODEL_FIELD_NUMBER: _builtins.int
+    NUM_WAITING_FIELD_NUMBER: _builtins.int
+    OLDEST_WAIT_S_FIELD_NUMBER: _builtins.int
+    SERVED_FIELD_NUMBER: _builtins.int
+    WEIGHT_FIELD_NUMBER: _builtins.int
+    tenant_id: _builtins.str
+    """whose requests they are"""
+    band: _types_pb2.Band.ValueType
+    """they wait in"""
+    model: _builtins.str
+    """they ask for"""
+    num_waiting: _builtins.int
+    """requests"""
+    oldest_wait_s: _builtins.float
+    """seconds that the longest-waiting of them has waited"""
+    served: _builtins.float
+    """weighted tokens by its weight: of a band's flows the one with the least is next"""
+    weight: _builtins.int
+    """of the tenant"""
+    def __init__(
+        self,
+        *,
+        tenant_id: _builtins.str = ...,
+        band: _types_pb2.Band.ValueType = ...,
+        model: _builtins.str = ...,
+        num_waiting: _builtins.int = ...,
+        oldest_wait_s: _builtins.float = ...,
+        served: _builtins.float = ...,
+        weight: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["band", b"band", "model", b"model", "num_waiting", b"num_waiting", "oldest_wait_s", b"oldest_wait_s", "served", b"served", "tenant_id", b"tenant_id", "weight", b"weight"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___FlowDepth: _TypeAlias = FlowDepth  # noqa: Y015
 
 @_typing.final
 class BandDepth(_message.Message):
@@ -272,11 +324,33 @@ class TenantStatus(_message.Message):
         def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
         def WhichOneof(self, oneof_group: _Never) -> None: ...
 
+    @_typing.final
+    class RemainingEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.str
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.str = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
     TENANT_ID_FIELD_NUMBER: _builtins.int
     MAX_BAND_FIELD_NUMBER: _builtins.int
     WEIGHT_FIELD_NUMBER: _builtins.int
     LIMITS_FIELD_NUMBER: _builtins.int
     NUM_LIVE_FIELD_NUMBER: _builtins.int
+    REMAINING_FIELD_NUMBER: _builtins.int
+    SOURCE_FIELD_NUMBER: _builtins.int
     tenant_id: _builtins.str
     """unique"""
     max_band: _types_pb2.Band.ValueType
@@ -285,9 +359,15 @@ class TenantStatus(_message.Message):
     """its part of a backlogged band is proportional to it"""
     num_live: _builtins.int
     """requests that the answering gateway holds"""
+    source: _builtins.str
+    """"file", or "set" by SetTenant"""
     @_builtins.property
     def limits(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
         """name and value of every limit that is set"""
+
+    @_builtins.property
+    def remaining(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
+        """of the limits with a budget: what is left now in the whole fleet"""
 
     def __init__(
         self,
@@ -297,14 +377,168 @@ class TenantStatus(_message.Message):
         weight: _builtins.int = ...,
         limits: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
         num_live: _builtins.int = ...,
+        remaining: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
+        source: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["limits", b"limits", "max_band", b"max_band", "num_live", b"num_live", "tenant_id", b"tenant_id", "weight", b"weight"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["limits", b"limits", "max_band", b"max_band", "num_live", b"num_live", "remaining", b"remaining", "source", b"source", "tenant_id", b"tenant_id", "weight", b"weight"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___TenantStatus: _TypeAlias = TenantStatus  # noqa: Y015
+
+@_typing.final
+class SetTenantRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    @_typing.final
+    class LimitsEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.str
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.str = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+    TENANT_ID_FIELD_NUMBER: _builtins.int
+    MAX_BAND_FIELD_NUMBER: _builtins.int
+    WEIGHT_FIELD_NUMBER: _builtins.int
+    LIMITS_FIELD_NUMBER: _builtins.int
+    KEY_SHA256_FIELD_NUMBER: _builtins.int
+    tenant_id: _builtins.str
+    """[a-z0-9][a-z0-9_-]{0,63}"""
+    max_band: _types_pb2.Band.ValueType
+    """unspecified: as it is; a new tenant needs one"""
+    weight: _builtins.int
+    """1 to 1000; 0: as it is, 1 for a new tenant"""
+    @_builtins.property
+    def limits(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
+        """by the names of the tenants file; an empty value removes one; others are as they are"""
+
+    @_builtins.property
+    def key_sha256(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """in place of all its keys, hexadecimal; none: as they are; a new tenant needs one"""
+
+    def __init__(
+        self,
+        *,
+        tenant_id: _builtins.str = ...,
+        max_band: _types_pb2.Band.ValueType = ...,
+        weight: _builtins.int = ...,
+        limits: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
+        key_sha256: _abc.Iterable[_builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["key_sha256", b"key_sha256", "limits", b"limits", "max_band", b"max_band", "tenant_id", b"tenant_id", "weight", b"weight"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SetTenantRequest: _TypeAlias = SetTenantRequest  # noqa: Y015
+
+@_typing.final
+class SetTenantResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TENANT_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def tenant(self) -> Global___TenantStatus:
+        """as it is now"""
+
+    def __init__(
+        self,
+        *,
+        tenant: Global___TenantStatus | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["tenant", b"tenant"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["tenant", b"tenant"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SetTenantResponse: _TypeAlias = SetTenantResponse  # noqa: Y015
+
+@_typing.final
+class DeleteTenantRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TENANT_ID_FIELD_NUMBER: _builtins.int
+    tenant_id: _builtins.str
+    """that is known"""
+    def __init__(
+        self,
+        *,
+        tenant_id: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["tenant_id", b"tenant_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DeleteTenantRequest: _TypeAlias = DeleteTenantRequest  # noqa: Y015
+
+@_typing.final
+class DeleteTenantResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DeleteTenantResponse: _TypeAlias = DeleteTenantResponse  # noqa: Y015
+
+@_typing.final
+class ResetTenantRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TENANT_ID_FIELD_NUMBER: _builtins.int
+    tenant_id: _builtins.str
+    """that was set or deleted"""
+    def __init__(
+        self,
+        *,
+        tenant_id: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["tenant_id", b"tenant_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ResetTenantRequest: _TypeAlias = ResetTenantRequest  # noqa: Y015
+
+@_typing.final
+class ResetTenantResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ResetTenantResponse: _TypeAlias = ResetTenantResponse  # noqa: Y015
 
 @_typing.final
 class ExplainRequestRequest(_message.Message):
@@ -351,6 +585,11 @@ class ExplainRequestResponse(_message.Message):
     NUM_LOSSES_FIELD_NUMBER: _builtins.int
     REASON_FIELD_NUMBER: _builtins.int
     WORKERS_FIELD_NUMBER: _builtins.int
+    NUM_AHEAD_IN_FLOW_FIELD_NUMBER: _builtins.int
+    NUM_FLOWS_FIRST_FIELD_NUMBER: _builtins.int
+    NUM_WAITING_ABOVE_FIELD_NUMBER: _builtins.int
+    NUM_OVERTAKEN_FIELD_NUMBER: _builtins.int
+    WAITS_FOR_FIELD_NUMBER: _builtins.int
     state: _builtins.str
     """of the request: queued, dispatched, streaming, ...; elsewhere; refused; unknown"""
     explanation: _builtins.str
@@ -383,6 +622,16 @@ class ExplainRequestResponse(_message.Message):
     """workers lost under it"""
     reason: _types_pb2.Reason.ValueType
     """why it was refused"""
+    num_ahead_in_flow: _builtins.int
+    """requests of its tenant in the band that go first, while it waits"""
+    num_flows_first: _builtins.int
+    """flows of its band that have been served less, and so go first"""
+    num_waiting_above: _builtins.int
+    """requests of its model in higher bands"""
+    num_overtaken: _builtins.int
+    """times that a later request went first as it did not fit"""
+    waits_for: _builtins.str
+    """"store", "worker", "room", "turn"; empty if it does not wait"""
     @_builtins.property
     def workers(self) -> _containers.RepeatedCompositeFieldContainer[Global___WorkerRoom]:
         """of its model, while it waits"""
@@ -407,10 +656,15 @@ class ExplainRequestResponse(_message.Message):
         num_losses: _builtins.int = ...,
         reason: _types_pb2.Reason.ValueType = ...,
         workers: _abc.Iterable[Global___WorkerRoom] | None = ...,
+        num_ahead_in_flow: _builtins.int = ...,
+        num_flows_first: _builtins.int = ...,
+        num_waiting_above: _builtins.int = ...,
+        num_overtaken: _builtins.int = ...,
+        waits_for: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["age_s", b"age_s", "attempt", b"attempt", "band", b"band", "explanation", b"explanation", "gateway_id", b"gateway_id", "model", b"model", "num_earlier_here", b"num_earlier_here", "num_losses", b"num_losses", "num_waiting_in_band", b"num_waiting_in_band", "output_tokens", b"output_tokens", "prompt_tokens", b"prompt_tokens", "reason", b"reason", "state", b"state", "tokens_needed", b"tokens_needed", "waited_s", b"waited_s", "worker_id", b"worker_id", "workers", b"workers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["age_s", b"age_s", "attempt", b"attempt", "band", b"band", "explanation", b"explanation", "gateway_id", b"gateway_id", "model", b"model", "num_ahead_in_flow", b"num_ahead_in_flow", "num_earlier_here", b"num_earlier_here", "num_flows_first", b"num_flows_first", "num_losses", b"num_losses", "num_overtaken", b"num_overtaken", "num_waiting_above", b"num_waiting_above", "num_waiting_in_band", b"num_waiting_in_band", "output_tokens", b"output_tokens", "prompt_tokens", b"prompt_tokens", "reason", b"reason", "state", b"state", "tokens_needed", b"tokens_needed", "waited_s", b"waited_s", "waits_for", b"waits_for", "worker_id", b"worker_id", "workers", b"workers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -49,6 +49,21 @@ class AdminStub:
                 request_serializer=protos_dot_inference_dot_v1_dot_admin__pb2.ListTenantsRequest.SerializeToString,
                 response_deserializer=protos_dot_inference_dot_v1_dot_admin__pb2.ListTenantsResponse.FromString,
                 _registered_method=True)
+        self.SetTenant = channel.unary_unary(
+                '/inference.v1.Admin/SetTenant',
+                request_serializer=protos_dot_inference_dot_v1_dot_admin__pb2.SetTenantRequest.SerializeToString,
+                response_deserializer=protos_dot_inference_dot_v1_dot_admin__pb2.SetTenantResponse.FromString,
+                _registered_method=True)
+        self.DeleteTenant = channel.unary_unary(
+                '/inference.v1.Admin/DeleteTenant',
+                request_serializer=protos_dot_inference_dot_v1_dot_admin__pb2.DeleteTenantRequest.SerializeToString,
+                response_deserializer=protos_dot_inference_dot_v1_dot_admin__pb2.DeleteTenantResponse.FromString,
+                _registered_method=True)
+        self.ResetTenant = channel.unary_unary(
+                '/inference.v1.Admin/ResetTenant',
+                request_serializer=protos_dot_inference_dot_v1_dot_admin__pb2.ResetTenantRequest.SerializeToString,
+                response_deserializer=protos_dot_inference_dot_v1_dot_admin__pb2.ResetTenantResponse.FromString,
+                _registered_method=True)
         self.ExplainRequest = channel.unary_unary(
                 '/inference.v1.Admin/ExplainRequest',
                 request_serializer=protos_dot_inference_dot_v1_dot_admin__pb2.ExplainRequestRequest.SerializeToString,
@@ -77,7 +92,7 @@ class AdminServicer:
         raise NotImplementedError('Method not implemented!')
 
     def ShowQueue(self, request, context):
-        """How many requests wait in the fleet's queue, by band.
+        """How many requests wait in the fleet's queue, by band and by flow.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -85,6 +100,27 @@ class AdminServicer:
 
     def ListTenants(self, request, context):
         """Tenants that the answering gateway accepts, without their keys.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def SetTenant(self, request, context):
+        """Changes a tenant on all gateways, or adds one. What is set here goes before the tenants file.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def DeleteTenant(self, request, context):
+        """Shuts a tenant out on all gateways, whatever the tenants file says. Requests that run go on.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ResetTenant(self, request, context):
+        """Forgets what was set or deleted here: the tenant is as the tenants file says again.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -128,6 +164,21 @@ def add_AdminServicer_to_server(servicer, server):
                     servicer.ListTenants,
                     request_deserializer=protos_dot_inference_dot_v1_dot_admin__pb2.ListTenantsRequest.FromString,
                     response_serializer=protos_dot_inference_dot_v1_dot_admin__pb2.ListTenantsResponse.SerializeToString,
+            ),
+            'SetTenant': grpc.unary_unary_rpc_method_handler(
+                    servicer.SetTenant,
+                    request_deserializer=protos_dot_inference_dot_v1_dot_admin__pb2.SetTenantRequest.FromString,
+                    response_serializer=protos_dot_inference_dot_v1_dot_admin__pb2.SetTenantResponse.SerializeToString,
+            ),
+            'DeleteTenant': grpc.unary_unary_rpc_method_handler(
+                    servicer.DeleteTenant,
+                    request_deserializer=protos_dot_inference_dot_v1_dot_admin__pb2.DeleteTenantRequest.FromString,
+                    response_serializer=protos_dot_inference_dot_v1_dot_admin__pb2.DeleteTenantResponse.SerializeToString,
+            ),
+            'ResetTenant': grpc.unary_unary_rpc_method_handler(
+                    servicer.ResetTenant,
+                    request_deserializer=protos_dot_inference_dot_v1_dot_admin__pb2.ResetTenantRequest.FromString,
+                    response_serializer=protos_dot_inference_dot_v1_dot_admin__pb2.ResetTenantResponse.SerializeToString,
             ),
             'ExplainRequest': grpc.unary_unary_rpc_method_handler(
                     servicer.ExplainRequest,
@@ -226,6 +277,87 @@ class Admin:
             '/inference.v1.Admin/ListTenants',
             protos_dot_inference_dot_v1_dot_admin__pb2.ListTenantsRequest.SerializeToString,
             protos_dot_inference_dot_v1_dot_admin__pb2.ListTenantsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def SetTenant(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/inference.v1.Admin/SetTenant',
+            protos_dot_inference_dot_v1_dot_admin__pb2.SetTenantRequest.SerializeToString,
+            protos_dot_inference_dot_v1_dot_admin__pb2.SetTenantResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def DeleteTenant(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/inference.v1.Admin/DeleteTenant',
+            protos_dot_inference_dot_v1_dot_admin__pb2.DeleteTenantRequest.SerializeToString,
+            protos_dot_inference_dot_v1_dot_admin__pb2.DeleteTenantResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ResetTenant(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/inference.v1.Admin/ResetTenant',
+            protos_dot_inference_dot_v1_dot_admin__pb2.ResetTenantRequest.SerializeToString,
+            protos_dot_inference_dot_v1_dot_admin__pb2.ResetTenantResponse.FromString,
             options,
             channel_credentials,
             insecure,

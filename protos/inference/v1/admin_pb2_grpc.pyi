@@ -36,9 +36,15 @@ class AdminStub:
     ListWorkers: _grpc.UnaryUnaryMultiCallable[_admin_pb2.ListWorkersRequest, _admin_pb2.ListWorkersResponse]
     """Workers that the answering gateway has a session with or has heard of."""
     ShowQueue: _grpc.UnaryUnaryMultiCallable[_admin_pb2.ShowQueueRequest, _admin_pb2.ShowQueueResponse]
-    """How many requests wait in the fleet's queue, by band."""
+    """How many requests wait in the fleet's queue, by band and by flow."""
     ListTenants: _grpc.UnaryUnaryMultiCallable[_admin_pb2.ListTenantsRequest, _admin_pb2.ListTenantsResponse]
     """Tenants that the answering gateway accepts, without their keys."""
+    SetTenant: _grpc.UnaryUnaryMultiCallable[_admin_pb2.SetTenantRequest, _admin_pb2.SetTenantResponse]
+    """Changes a tenant on all gateways, or adds one. What is set here goes before the tenants file."""
+    DeleteTenant: _grpc.UnaryUnaryMultiCallable[_admin_pb2.DeleteTenantRequest, _admin_pb2.DeleteTenantResponse]
+    """Shuts a tenant out on all gateways, whatever the tenants file says. Requests that run go on."""
+    ResetTenant: _grpc.UnaryUnaryMultiCallable[_admin_pb2.ResetTenantRequest, _admin_pb2.ResetTenantResponse]
+    """Forgets what was set or deleted here: the tenant is as the tenants file says again."""
     ExplainRequest: _grpc.UnaryUnaryMultiCallable[_admin_pb2.ExplainRequestRequest, _admin_pb2.ExplainRequestResponse]
     """Why a request waits, where it runs, or why it was refused."""
     DrainWorker: _grpc.UnaryUnaryMultiCallable[_admin_pb2.DrainWorkerRequest, _admin_pb2.DrainWorkerResponse]
@@ -52,9 +58,15 @@ class AdminAsyncStub(AdminStub):
     ListWorkers: _aio.UnaryUnaryMultiCallable[_admin_pb2.ListWorkersRequest, _admin_pb2.ListWorkersResponse]  # type: ignore[assignment]
     """Workers that the answering gateway has a session with or has heard of."""
     ShowQueue: _aio.UnaryUnaryMultiCallable[_admin_pb2.ShowQueueRequest, _admin_pb2.ShowQueueResponse]  # type: ignore[assignment]
-    """How many requests wait in the fleet's queue, by band."""
+    """How many requests wait in the fleet's queue, by band and by flow."""
     ListTenants: _aio.UnaryUnaryMultiCallable[_admin_pb2.ListTenantsRequest, _admin_pb2.ListTenantsResponse]  # type: ignore[assignment]
     """Tenants that the answering gateway accepts, without their keys."""
+    SetTenant: _aio.UnaryUnaryMultiCallable[_admin_pb2.SetTenantRequest, _admin_pb2.SetTenantResponse]  # type: ignore[assignment]
+    """Changes a tenant on all gateways, or adds one. What is set here goes before the tenants file."""
+    DeleteTenant: _aio.UnaryUnaryMultiCallable[_admin_pb2.DeleteTenantRequest, _admin_pb2.DeleteTenantResponse]  # type: ignore[assignment]
+    """Shuts a tenant out on all gateways, whatever the tenants file says. Requests that run go on."""
+    ResetTenant: _aio.UnaryUnaryMultiCallable[_admin_pb2.ResetTenantRequest, _admin_pb2.ResetTenantResponse]  # type: ignore[assignment]
+    """Forgets what was set or deleted here: the tenant is as the tenants file says again."""
     ExplainRequest: _aio.UnaryUnaryMultiCallable[_admin_pb2.ExplainRequestRequest, _admin_pb2.ExplainRequestResponse]  # type: ignore[assignment]
     """Why a request waits, where it runs, or why it was refused."""
     DrainWorker: _aio.UnaryUnaryMultiCallable[_admin_pb2.DrainWorkerRequest, _admin_pb2.DrainWorkerResponse]  # type: ignore[assignment]
@@ -77,7 +89,7 @@ class AdminServicer(metaclass=_abc_1.ABCMeta):
         request: _admin_pb2.ShowQueueRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_admin_pb2.ShowQueueResponse, _abc.Awaitable[_admin_pb2.ShowQueueResponse]]:
-        """How many requests wait in the fleet's queue, by band."""
+        """How many requests wait in the fleet's queue, by band and by flow."""
 
     @_abc_1.abstractmethod
     def ListTenants(
@@ -86,6 +98,30 @@ class AdminServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_admin_pb2.ListTenantsResponse, _abc.Awaitable[_admin_pb2.ListTenantsResponse]]:
         """Tenants that the answering gateway accepts, without their keys."""
+
+    @_abc_1.abstractmethod
+    def SetTenant(
+        self,
+        request: _admin_pb2.SetTenantRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_admin_pb2.SetTenantResponse, _abc.Awaitable[_admin_pb2.SetTenantResponse]]:
+        """Changes a tenant on all gateways, or adds one. What is set here goes before the tenants file."""
+
+    @_abc_1.abstractmethod
+    def DeleteTenant(
+        self,
+        request: _admin_pb2.DeleteTenantRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_admin_pb2.DeleteTenantResponse, _abc.Awaitable[_admin_pb2.DeleteTenantResponse]]:
+        """Shuts a tenant out on all gateways, whatever the tenants file says. Requests that run go on."""
+
+    @_abc_1.abstractmethod
+    def ResetTenant(
+        self,
+        request: _admin_pb2.ResetTenantRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_admin_pb2.ResetTenantResponse, _abc.Awaitable[_admin_pb2.ResetTenantResponse]]:
+        """Forgets what was set or deleted here: the tenant is as the tenants file says again."""
 
     @_abc_1.abstractmethod
     def ExplainRequest(

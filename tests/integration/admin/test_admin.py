@@ -16,7 +16,7 @@ from client.admin import AdminClient
 from client.cli import app as cli
 from common.types import Band, Reason
 from gateway.app import GatewayApp
-from protos.inference.v1 import types_pb2
+from protos.inference.v1 import admin_pb2, types_pb2
 from tests.integration.gateway.rig import Rig, announce, eventually, generate_request, read, reason_of
 
 ADMIN_KEY = "operators-secret"
@@ -30,6 +30,9 @@ CALLS: list[Callable[[AdminClient], Awaitable[Any]]] = [
     AdminClient.list_workers,
     AdminClient.show_queue,
     AdminClient.list_tenants,
+    lambda client: client.set_tenant(admin_pb2.SetTenantRequest(tenant_id="acme", weight=9)),
+    lambda client: client.delete_tenant("acme"),
+    lambda client: client.reset_tenant("acme"),
     lambda client: client.explain("acme", "r1"),
     lambda client: client.drain_worker("w1"),
     AdminClient.drain_gateway,
@@ -117,6 +120,9 @@ async def test_why_a_request_waits_runs_or_was_refused(rig: Rig) -> None:
         assert [(room.worker_id, room.free_slots) for room in last.workers] == [("w1", 0)]
         assert "no slot is free" in last.workers[0].obstacle
         assert "it waits for room" in last.explanation
+        assert "ahead of it are 1 requests of its tenant" in last.explanation
+        place = (last.waits_for, last.num_ahead_in_flow, last.num_flows_first, last.num_waiting_above)
+        assert place == ("room", 1, 0, 0)
 
         refused = await client.ask(request_id="bad", sampling={"temperature": -1.0})
         assert reason_of(refused.error) == "INVALID_PARAMETER"
@@ -211,6 +217,16 @@ async def test_the_command_line(rig: Rig) -> None:
     assert (await run_json("workers"))["workers"][0]["free_slots"] == 0
     assert "normal" in (await run("queue")).stdout
     assert [band["num_waiting"] for band in (await run_json("queue"))["bands"]] == [0, 1, 0]
+    (flow,) = (await run_json("queue"))["flows"]
+    assert (flow["tenant_id"], flow["band"], flow["num_waiting"]) == ("acme", "BAND_NORMAL", 1)
+    changed = await run("set-tenant", "acme", "--limit", "requests_per_minute=5", "--weight", "3")
+    assert changed.exit_code == 0
+    assert "requests_per_minute=5" in changed.stdout
+    assert (await run("set-tenant", "acme", "--limit", "rpm=5")).exit_code == 1
+    assert (await run("set-tenant", "acme", "--limit", "requests_per_minute")).exit_code == 2
+    assert (await run("delete-tenant", "batch")).exit_code == 0
+    assert (await run("reset-tenant", "acme")).exit_code == 0
+    assert (await run("reset-tenant", "acme")).exit_code == 1
     assert "acme" in (await run("tenants")).stdout
     assert (await run_json("tenants"))["tenants"][0]["tenant_id"] == "acme"
     why = (await run("why", "acme", "second")).stdout

@@ -11,7 +11,18 @@ from gateway.admission.limits import NO_LIMITS, TenantLimits
 from gateway.live import LiveRequest, ReadyRequest
 from gateway.placement.model import ServedModel
 from gateway.placement.worker import Submission, WorkerState
-from gateway.queueing.queue import Claim, Flow, InboxMessage, Place, QueueDepth, QueueEntry, WorkerRecord, WorkerReport
+from gateway.queueing.queue import (
+    Claim,
+    Flow,
+    FlowDepth,
+    InboxMessage,
+    Place,
+    Position,
+    QueueDepth,
+    QueueEntry,
+    WorkerRecord,
+    WorkerReport,
+)
 from gateway.tenants import Tenant
 from gateway.text import TextModel
 from tests.support.scripted_worker import END_ID, MODEL, TEMPLATE, VOCAB_SIZE, tokenizer_json
@@ -147,5 +158,13 @@ class FakeQueue:
     async def depths(self) -> list[QueueDepth]:
         self._answer()
         return []
+
+    async def flow_depths(self) -> list[FlowDepth]:
+        self._answer()
+        return []
+
+    async def position(self, request_id: str) -> Position | None:
+        self._answer()
+        return None
 
     async def close(self) -> None: ...
