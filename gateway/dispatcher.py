@@ -22,15 +22,16 @@ from common.errors import (
 from common.metrics import GatewayMetrics
 from common.types import BlockUsage, FinishReason, Reason
 from gateway.admission.drain_rate import DrainRate
+from gateway.affinity import Affinity
 from gateway.background import Background
 from gateway.lifecycle import RequestState, failed, finished
 from gateway.live import LiveRequest
 from gateway.placement.fleet import Fleet
 from gateway.placement.model import ServedModel
-from gateway.placement.scoring import CachedPrefixes, Prefix
 from gateway.placement.worker import RejectedEvent, TokensEvent, WorkerSession, WorkerState
 from gateway.queueing.meter import OutputMeter
 from gateway.queueing.queue import Claim, Place, Queue, QueueEntry
+from gateway.reach import Reach
 from gateway.reports import PendingReports
 from gateway.store_health import StoreHealth
 
@@ -92,9 +93,8 @@ class Dispatcher:
         self._settings = settings
         self._live: dict[str, LiveRequest] = {}
         self._reports = PendingReports()
-        self._prefixes = CachedPrefixes()
-        self._telling = asyncio.Lock()
-        self._told_reached: list[str] = []
+        self._affinity = Affinity()
+        self.reach = Reach(queue, fleet, store, ttl_s=settings.reach_ttl_s, on_change=self.kick)
         self.output_meter = OutputMeter()
         self._wake = asyncio.Event()
         self._idle = asyncio.Event()
@@ -179,7 +179,7 @@ class Dispatcher:
         return live.queue_entry(
             self._settings.gateway_id,
             num_tokens_needed=self._fleet.num_credit_tokens(model, live.num_input_tokens + num_left, sampling.window),
-            cached_blocks=self._prefixes.believed(live.prefix, workers),
+            cached_blocks=self._affinity.believed(live, workers),
         )
 
     # Claims
@@ -212,7 +212,7 @@ class Dispatcher:
         except UnavailableError:
             self._return_to_queue(live, claim, Place.SAME, "no_session")
             return
-        live.belief = self._prefixes.note(claim.worker_id, claim.worker_epoch, live.prefix)
+        self._affinity.submitted(live, claim)
 
     def _may_hand_back(self, live: LiveRequest) -> bool:
         return live.num_hand_backs < _MAX_HAND_BACKS and self._fleet.num_ready(live.request.model.limits.model) > 1
@@ -294,7 +294,8 @@ class Dispatcher:
             is_draining = session is not None and session.state is WorkerState.DRAINING
             self._resume(live, live.claim, "given_up", is_loss=not is_draining)
             return
-        self._learn_prefix(live, event)
+        if live.claim is not None and (live.belief is not None or event.finish_reason is not None):
+            self._affinity.heard(live, live.claim, event)
         now = self._clock.monotonic()
         if event.token_ids and live.last_token_at is not None:
             self._metrics.of_band(live.request.band).itl.observe(now - live.last_token_at)
@@ -302,18 +303,6 @@ class Dispatcher:
         live.receive(event, now)
         if not live.is_paused and live.mailbox.num_unread_tokens >= self._settings.max_unread_tokens:
             self.set_paused(live, True)
-
-    def _learn_prefix(self, live: LiveRequest, event: TokensEvent) -> None:
-        """With its first tokens a worker says what it found cached, and with the last ones it has all of them."""
-        if event.token_ids and live.belief is not None:
-            if event.cached_prompt_tokens < len(live.request.prompt_token_ids):  # else more may have been found
-                self._prefixes.correct(live.belief, event.cached_prompt_tokens)
-            live.belief = None
-        claim = live.claim
-        if event.finish_reason is not None and claim is not None:
-            tokens = (*live.request.prompt_token_ids, *live.output_token_ids, *event.token_ids)
-            whole = Prefix(tokens, live.request.prefix_salt)
-            self._prefixes.note(claim.worker_id, claim.worker_epoch, whole)
 
     def on_late_tokens(self, num_tokens: int) -> None:
         """A worker has made tokens before it knew that nobody wants them."""
@@ -349,7 +338,7 @@ class Dispatcher:
         """Takes a session into the fleet. False if a session with that start of the worker is there already."""
         is_new = self._fleet.add(session, model)
         if is_new:
-            self._prefixes.add(session.worker_id, session.epoch, session.limits)
+            self._affinity.add(session)
             _log.info("worker_ready", worker_id=session.worker_id, epoch=session.epoch, model=model.limits.model)
             self._show_sessions()
         return is_new
@@ -363,7 +352,7 @@ class Dispatcher:
         """Requeues everything that this start of the worker had from here."""
         self._fleet.remove(worker_id, epoch)
         self._reports.forget(worker_id, epoch)
-        self._prefixes.remove(worker_id, epoch)
+        self._affinity.remove(worker_id, epoch)
         self._show_sessions()
         if self._fleet.latest(worker_id) is None:
             self._metrics.forget_worker(worker_id)
@@ -385,17 +374,7 @@ class Dispatcher:
     def _show_sessions(self) -> None:
         for state in WorkerState:
             self._metrics.sessions.labels(state.value).set(sum(s.state is state for s in self._fleet.sessions))
-        self._background.spawn(self.tell_reached(), "reach")
-
-    async def tell_reached(self) -> None:
-        """Says in the queue to which workers this gateway can submit now; to be repeated, as the queue forgets it."""
-        async with self._telling:  # one after the other, or an older word could come last
-            reached = sorted(s.worker_id for s in self._fleet.sessions if s.state is WorkerState.READY)
-            with self._store.watched():
-                await self._queue.reach(reached, ttl_s=self._settings.reach_ttl_s)
-                if reached != self._told_reached:
-                    self._told_reached = reached
-                    self.kick()
+        self._background.spawn(self.reach.tell(), "reach")
 
     # Loops
 

@@ -106,7 +106,7 @@ class Housekeeper:
             self._store.failed(error)
             return
         self._store.answered()
-        await self._dispatcher.tell_reached()
+        await self._dispatcher.reach.tell()
         self._restore(unknown)
         self._num_waiting = sum(depth.num_waiting for depth in depths)
         for depth in depths:
