@@ -72,8 +72,8 @@ class _Cache:
 class CachedPrefixes:
     """What this gateway has sent where, as far as it may still be cached there.
 
-    No worker is believed to have more blocks than its pool has. When a worker finds less than was believed, it has
-    evicted what was not found, and hence all that had not been used since.
+    No worker is believed to have more blocks than its pool has for each block table. When a worker finds less than was
+    believed, it has evicted what was not found, and hence all that had not been used since.
     """
 
     def __init__(self) -> None:
@@ -110,7 +110,7 @@ class CachedPrefixes:
         for name in reversed(names):
             used_at[name] = self._clock
             used_at.move_to_end(name)
-        while len(used_at) > cache.limits.num_blocks:
+        while len(used_at) > cache.limits.num_blocks // len(cache.limits.windows):
             used_at.popitem(last=False)
         return belief
 

@@ -32,6 +32,13 @@ _NAMES = {
 }
 
 
+_GEMMA_NAMES = {
+    "post_attention_layernorm": "post_attention_norm",
+    "pre_feedforward_layernorm": "ffn_norm",
+    "post_feedforward_layernorm": "post_ffw_norm",
+}
+
+
 def write_gguf(
     path: Path,
     model: PreTrainedModel,
@@ -44,7 +51,9 @@ def write_gguf(
 ) -> Path:
     """Writes the model; `metadata` are further keys, floats, ints, bools or strings, that replace the usual ones."""
     config = model.config
-    architecture = "llama" if config.model_type == "mistral" else config.model_type
+    is_gemma = config.model_type == "gemma3_text"
+    architecture = {"mistral": "llama", "gemma3_text": "gemma3"}.get(config.model_type, config.model_type)
+    rope = config.rope_parameters["full_attention"] if is_gemma else config.rope_parameters
     keys: dict[str, Any] = {
         f"{architecture}.context_length": config.max_position_embeddings,
         f"{architecture}.embedding_length": config.hidden_size,
@@ -54,8 +63,10 @@ def write_gguf(
         f"{architecture}.attention.head_count_kv": config.num_key_value_heads,
         f"{architecture}.attention.key_length": config.head_dim,
         f"{architecture}.attention.layer_norm_rms_epsilon": float(config.rms_norm_eps),
-        f"{architecture}.rope.freq_base": float(config.rope_parameters["rope_theta"]),
+        f"{architecture}.rope.freq_base": float(rope["rope_theta"]),
     }
+    if is_gemma:
+        keys["gemma3.attention.sliding_window"] = config.sliding_window
     if architecture == "llama":
         keys["llama.rope.dimension_count"] = config.head_dim
     keys |= tokenizer_metadata(tokenizer, pre) | (metadata or {})
@@ -69,7 +80,9 @@ def write_gguf(
         values = tensor.numpy()
         if architecture == "llama" and ("q_proj" in name or "k_proj" in name):
             values = interleave(values, config.num_attention_heads if "q_proj" in name else config.num_key_value_heads)
-        for old, new in _NAMES.items():
+        if is_gemma and name.endswith("norm.weight"):
+            values = values + 1
+        for old, new in (_NAMES | _GEMMA_NAMES if is_gemma else _NAMES).items():
             name = name.replace(old, new)
         kind = matrices if values.ndim == 2 else GGMLQuantizationType.F32
         writer.add_tensor(name, quantize(np.ascontiguousarray(values), kind), raw_dtype=kind)

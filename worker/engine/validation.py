@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from common.errors import InvalidRequestError
 from common.types import ModelLimits, Reason, SamplingParams
+from common.window import num_held_blocks
 
 
 def check_submission(
@@ -71,7 +72,7 @@ def _check_lengths(
     # The prompt and its first output token; the last token's own KV is never needed, so a resumed one may be full.
     num_needed = max(num_prompt + 1, num_prompt + num_output)
     if num_needed > max_kv_tokens:
-        num_blocks = -(-num_needed // limits.block_size)
+        num_blocks = num_held_blocks(limits.narrowed(sampling.window), num_needed, 1, limits.block_size)
         raise InvalidRequestError.of_field(
             "prompt_token_ids",
             f"{num_prompt} tokens, and {max(1, num_output)} of output, need {num_blocks} KV blocks of "

@@ -1,4 +1,4 @@
-"""Loads GGUF files of llama-family models."""
+"""Loads GGUF files."""
 
 from __future__ import annotations
 
@@ -13,13 +13,18 @@ import torch
 from gguf.quants import dequantize
 from torch import Tensor
 
-from worker.model.config import ModelConfig, RopeScaling, stretched_positions
+from worker.model.config import Activation, ModelConfig, RopeScaling, stretched_positions
 from worker.model.gguf_header import GgufHeader, TensorPlace, read_header
 from worker.model.gguf_tokenizer import text_parts
 from worker.model.loaded_model import LoadedModel, ModelLoadError, allocate, check_config, check_shapes
 
 # llama.cpp rotates neighbouring pairs for these, so its converter interleaves the halves of each head's Q and K rows.
-_INTERLEAVED = {"llama": True, "qwen2": False, "qwen3": False}
+_GEMMA = "gemma3"
+_INTERLEAVED = {"llama": True, "qwen2": False, "qwen3": False, _GEMMA: False}
+# What llama.cpp knows of Gemma 3 without a word in the file.
+_GEMMA_PATTERN = 6  # one in so many layers sees everything
+_GEMMA_LOCAL_THETA = 10000.0
+_GEMMA_LARGEST = 62  # layers of the model that divides scores by the root of another number than the head size
 _TENSOR_NAMES = {"token_embd.weight": "embed", "output_norm.weight": "norm", "output.weight": "lm_head"}
 _LAYER_TENSOR_NAMES = {
     "attn_norm.weight": "attn_norm",
@@ -37,6 +42,8 @@ _LAYER_TENSOR_NAMES = {
     "ffn_gate.weight": "gate",
     "ffn_up.weight": "up",
     "ffn_down.weight": "down",
+    "post_attention_norm.weight": "attn_post_norm",
+    "post_ffw_norm.weight": "mlp_post_norm",
 }
 _ROPE_FACTORS = "rope_freqs.weight"
 _ROTATED = re.compile(r"layers\.\d+\.(q|k)(_bias)?$")
@@ -55,7 +62,8 @@ def load_gguf(path: Path, dtype: torch.dtype, name: str) -> LoadedModel:
         interleaved = _INTERLEAVED[header.metadata["general.architecture"]]
         tensors = {}
         for canonical, place in places.items():
-            tensor = _read_tensor(file, place, dtype)
+            # Gemma's norms are stored with the offset that the configuration tells.
+            tensor = _read_tensor(file, place, dtype, config.norm_offset if canonical.endswith("norm") else 0.0)
             if interleaved and (match := _ROTATED.match(canonical)):
                 tensor = _separate_halves(tensor, config.num_heads if match[1] == "q" else config.num_kv_heads)
             tensors[canonical] = tensor
@@ -94,13 +102,17 @@ def _config(header: GgufHeader, places: Mapping[str, TensorPlace], name: str, fi
             raise ModelLoadError(f"{name} has {architecture}.{key} {get(key)}; supported is the head size, {head_dim}")
     theta = float(get("rope.freq_base", 10000.0))
     scaling = _rope_scaling(header, architecture, head_dim, theta, file)
-    window = int(get("attention.sliding_window", 0))
+    layers, hidden = int(get("block_count")), int(get("embedding_length"))
+    window, gemma = int(get("attention.sliding_window", 0)), architecture == _GEMMA
+    pattern = _GEMMA_PATTERN if gemma else layers + 1
+    windows = tuple(window if (layer + 1) % pattern else None for layer in range(layers)) if window else ()
+    scale_size = hidden // max(1, heads) if layers == _GEMMA_LARGEST else head_dim
     return ModelConfig(
         name=name,
         vocab_size=places["embed"].shape[0],
-        hidden_size=int(get("embedding_length")),
+        hidden_size=hidden,
         intermediate_size=int(get("feed_forward_length")),
-        num_layers=int(get("block_count")),
+        num_layers=layers,
         num_heads=heads,
         num_kv_heads=int(get("attention.head_count_kv", heads)),
         head_dim=head_dim,
@@ -112,7 +124,13 @@ def _config(header: GgufHeader, places: Mapping[str, TensorPlace], name: str, fi
         attention_bias="layers.0.q_bias" in places,
         o_bias="layers.0.o_bias" in places,
         qk_norm="layers.0.q_norm" in places,
-        layer_windows=(window,) * int(get("block_count")) if window else (),
+        layer_windows=windows,
+        local_rope_theta=_GEMMA_LOCAL_THETA if gemma else None,
+        activation=Activation.GELU_TANH if gemma else Activation.SILU,
+        post_norms=gemma,
+        norm_offset=1.0 if gemma else 0.0,
+        embed_scale=hidden**0.5 if gemma else 1.0,
+        attention_scale=scale_size**-0.5 if gemma else None,
     )
 
 
@@ -182,8 +200,9 @@ def _llama3_divisors(
     return np.asarray(1 / ((1 - smooth) / scaling.factor + smooth))
 
 
-def _read_tensor(file: BinaryIO, place: TensorPlace, dtype: torch.dtype) -> Tensor:
-    """Reads and dequantizes one tensor a few rows at a time, so that no float32 copy of the whole exists."""
+def _read_tensor(file: BinaryIO, place: TensorPlace, dtype: torch.dtype, offset: float = 0.0) -> Tensor:
+    """Reads and dequantizes one tensor a few rows at a time, so that no float32 copy of the whole exists; takes an
+    offset from its values."""
     rows = math.prod(place.byte_shape[:-1])
     row_bytes, row_values = place.byte_shape[-1], place.shape[-1]
     result = allocate((rows, row_values), dtype)
@@ -198,7 +217,7 @@ def _read_tensor(file: BinaryIO, place: TensorPlace, dtype: torch.dtype) -> Tens
             values = dequantize(stored, place.kind)
         except NotImplementedError as error:
             raise ModelLoadError(f"tensor {place.name} is {place.kind.name}, which is not supported") from error
-        result[start : start + count] = torch.from_numpy(np.asarray(values, dtype=np.float32))
+        result[start : start + count] = torch.from_numpy(np.asarray(values, dtype=np.float32)) - offset
     return result.reshape(place.shape)
 
 

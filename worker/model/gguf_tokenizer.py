@@ -10,7 +10,8 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 from worker.model.loaded_model import ModelLoadError, TextParts
 
 _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED = 2, 3, 4, 5  # token types; all others are plain
-_END_TEXTS = ("<|im_end|>", "<|eot_id|>")  # end a turn wherever they are control tokens, whatever the metadata says
+# These end a turn wherever they are control tokens, whatever the metadata says.
+_END_TEXTS = ("<|im_end|>", "<|eot_id|>", "<end_of_turn>")
 
 # The published patterns of the models after which llama.cpp names its pre-tokenizers.
 _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"

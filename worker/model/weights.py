@@ -16,7 +16,7 @@ __all__ = ["LoadedModel", "ModelLoadError", "load_model"]
 def load_model(path: Path, dtype: torch.dtype, name: str = "") -> LoadedModel:
     """Reads a whole model into memory, tensor by tensor: at no time more than one tensor is there twice.
 
-    Supported are GGUF files of the architectures llama (with SmolLM2 and Mistral), qwen2 and qwen3, in every
+    Supported are GGUF files of the architectures llama (with SmolLM2 and Mistral), qwen2, qwen3 and gemma3, in every
     quantization that the `gguf` package can undo, with byte-level or SentencePiece BPE vocabularies; and folders with
     config.json, safetensors and tokenizer.json of LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM,
     Qwen3ForCausalLM and Gemma3ForCausalLM.
