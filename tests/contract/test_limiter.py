@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
 from datetime import UTC, datetime
 
 import pytest
 import pytest_asyncio
 import redis
 
-from common.errors import LimitExceededError
+from common.errors import LimitExceededError, UnavailableError
 from common.types import Reason
 from gateway.admission.limiter import Cost, Limiter, Unlimited
 from gateway.admission.limits import NO_LIMITS, Remaining, TenantLimits
@@ -139,6 +140,53 @@ class TestRequestsPerMinute:
 
 
 @only_redis
+class TestRequestsAtOnce:
+    limits = TenantLimits(requests_per_minute=60, requests_at_once=3)
+
+    async def test_after_so_many_they_come_one_by_one(self, limiter: Limiter, clock: StoreClock) -> None:
+        for i in range(3):
+            await reserve(limiter, f"acme/{i}", limits=self.limits)
+        for i in range(3, 6):
+            error = await refused(limiter, f"acme/{i}", 10, self.limits)
+            assert (error.reason, error.retry_after_s) == (Reason.REQUEST_RATE, pytest.approx(1.0))
+            assert "3 of them at once" in error.message
+            clock.advance(0.999)
+            await refused(limiter, f"acme/{i}", 10, self.limits)
+            clock.advance(0.001)
+            await reserve(limiter, f"acme/{i}", limits=self.limits)
+
+    async def test_a_pause_saves_up_no_more_than_that(self, limiter: Limiter, clock: StoreClock) -> None:
+        await reserve(limiter, "acme/0", limits=self.limits)
+        clock.advance(3600)
+        for i in range(1, 4):
+            await reserve(limiter, f"acme/{i}", limits=self.limits)
+        await refused(limiter, "acme/4", 10, self.limits)
+
+    async def test_the_minute_holds_whatever_the_pace(self, limiter: Limiter, clock: StoreClock) -> None:
+        """A bucket alone would let 3 + 60 pass in the first minute."""
+        num_admitted = 0
+        for i in range(600):
+            try:
+                await reserve(limiter, f"acme/{i}", limits=self.limits)
+                num_admitted += 1
+            except LimitExceededError:
+                pass
+            clock.advance(0.1)
+        assert num_admitted == 60
+
+    async def test_other_refusals_take_nothing_of_it(self, limiter: Limiter) -> None:
+        limits = replace(self.limits, tokens_per_minute=30)
+        for i in range(5):
+            await refused(limiter, f"acme/{i}", 31, limits)
+        for i in range(3):
+            await reserve(limiter, f"acme/ok/{i}", 10, limits)
+
+    async def test_none_at_once_is_none_at_all(self, limiter: Limiter) -> None:
+        limits = TenantLimits(requests_per_minute=60, requests_at_once=0)
+        assert (await refused(limiter, "acme/1", 10, limits)).retry_after_s is None
+
+
+@only_redis
 class TestTokensPerMinute:
     limits = TenantLimits(tokens_per_minute=1000)
 
@@ -253,6 +301,55 @@ async def test_a_store_that_comes_back_empty_counts_what_runs(
     await limiter.renew()
     left = await reserve(other, "acme/4", 10, limits)
     assert left == Remaining(tokens_per_minute=75, concurrent=0, tokens_today=75)
+
+
+@only_redis
+async def test_after_an_outage_that_slots_may_not_have_survived_nothing_is_granted_before_all_have_told(
+    make_limiter: MakeLimiter, clock: StoreClock
+) -> None:
+    limits = TenantLimits(max_concurrent=1)
+    quick, slow = make_limiter(), make_limiter()
+    await reserve(slow, "acme/1", limits=limits)
+    for limiter in (quick, slow):
+        await limiter.renew()
+    clock.advance(LEASE_S + 1)
+    await quick.renew()
+    with pytest.raises(UnavailableError) as caught:
+        await reserve(quick, "acme/2", limits=limits)
+    assert caught.value.reason is Reason.STORE_UNAVAILABLE
+    assert caught.value.retry_after_s is not None
+    assert await reserve(quick, "acme/3") == Remaining(), "who has no limits need not wait"
+    await settle(quick, "acme/3", 0)
+    await slow.renew()
+    clock.advance(3)
+    await refused(quick, "acme/2", 10, limits)
+
+
+@only_redis
+async def test_use_of_a_share_is_charged_once_and_others_give_theirs_back_to_who_needs_it(
+    make_limiter: MakeLimiter, redis_client: redis.Redis
+) -> None:
+    limits = TenantLimits(tokens_per_day=10_000)
+    one, other = make_limiter(), make_limiter()
+    for number, limiter in enumerate((one, other)):
+        await reserve(limiter, f"acme/{number}", 10, limits)
+        await limiter.renew()
+    with pytest.raises(UnavailableError):
+        await one.reserve("acme", "acme/large", Cost(0, 5000), limits, patience_s=0)
+    left = await one.reserve("acme", "acme/local", Cost(0, 200), limits, patience_s=0)
+    assert left.tokens_today is not None
+    assert left.tokens_today > 0, "left of the share"
+    await settle(one, "acme/local", 150)
+    assert await one.remaining({"acme": limits}) == [Remaining(tokens_today=9980)]
+    redis_client.script_flush()
+    for _ in range(2):
+        await one.renew()
+    assert await other.remaining({"acme": limits}) == [Remaining(tokens_today=9830)]
+    error = await refused(other, "acme/rest", 9830, limits)
+    assert error.retry_after_s is not None, "a share is in the way"
+    for limiter in (one, one):  # told, then known to be told
+        await limiter.renew()
+    assert (await reserve(other, "acme/rest", 9830, limits)).tokens_today == 0
 
 
 @only_redis
