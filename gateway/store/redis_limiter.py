@@ -106,14 +106,14 @@ class RedisLimiter:
 
     async def _is_answered(self, task: asyncio.Task[Remaining], patience_s: float) -> bool:
         """Whether the task is done before the store has been silent for so long, towards everybody."""
-        quiet_s, heard_at = 0.0, self._link.heard_at
+        quiet_s, heard_at, tick_s = 0.0, self._link.heard_at, min(_TICK_S, patience_s / 4)
         while not task.done():
             if quiet_s >= patience_s:
                 return False
-            if await done_within(task, min(_TICK_S, patience_s)):
+            if await done_within(task, tick_s):
                 break
             # A tick counts as one even if this program itself was held up meanwhile.
-            quiet_s = quiet_s + _TICK_S if self._link.heard_at == heard_at else 0.0
+            quiet_s = quiet_s + tick_s if self._link.heard_at == heard_at else 0.0
             heard_at = self._link.heard_at
         return True
 
