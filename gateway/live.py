@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 from common.types import Band, FinishReason, PositionLogprobs, SamplingParams, Usage
 from common.window import salt_of
@@ -45,7 +46,13 @@ class ReadyRequest:
     @property
     def flow(self) -> Flow:
         """Whose service its tokens are."""
-        return Flow(self.model.limits.model, self.band, self.tenant.tenant_id)
+        return _flow(self.model.limits.model, self.band, self.tenant.tenant_id)
+
+
+@lru_cache(maxsize=4096)
+def _flow(model: str, band: Band, tenant: str) -> Flow:
+    """One object for each flow: a dictionary finds it, which is done for every token, without comparing fields."""
+    return Flow(model, band, tenant)
 
 
 def fleet_request_id(tenant_id: str, request_id: str) -> str:

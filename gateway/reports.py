@@ -45,8 +45,10 @@ class PendingReports:
             self._by_worker[report.worker_id] = report
         elif pending.epoch == report.epoch:
             newer, older = (report, pending) if report.usage.seq >= pending.usage.seq else (pending, report)
-            accounted = _union(older.usage.accounted, newer.usage.accounted)
-            self._by_worker[report.worker_id] = replace(newer, usage=replace(newer.usage, accounted=accounted))
+            if older.usage.accounted:
+                accounted = _union(older.usage.accounted, newer.usage.accounted)
+                newer = replace(newer, usage=replace(newer.usage, accounted=accounted))
+            self._by_worker[report.worker_id] = newer
 
 
 def _union(first: Iterable[ClaimRef], second: Iterable[ClaimRef]) -> tuple[ClaimRef, ...]:

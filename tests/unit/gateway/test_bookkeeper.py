@@ -9,6 +9,7 @@ from prometheus_client import CollectorRegistry
 from common.errors import UnavailableError
 from common.metrics import GatewayMetrics
 from common.types import FinishReason, Reason
+from gateway import bookkeeper
 from gateway.admission.drain_rate import DrainRate
 from gateway.background import Background
 from gateway.bookkeeper import Bookkeeper
@@ -25,6 +26,7 @@ class FakeLedger:
     is_down: bool = False
     opened: list[UsageRecord] = field(default_factory=list)
     noted: list[UsageRecord] = field(default_factory=list)
+    note_sizes: list[int] = field(default_factory=list)
     closed: list[UsageRecord] = field(default_factory=list)
     num_reaps: int = 0
 
@@ -39,6 +41,7 @@ class FakeLedger:
     async def note(self, records: Sequence[UsageRecord]) -> None:
         self._answer()
         self.noted.extend(records)
+        self.note_sizes.append(len(records))
 
     async def close(self, record: UsageRecord) -> bool:
         self._answer()
@@ -91,6 +94,20 @@ async def test_a_record_is_renewed_only_when_tokens_have_come(desk: Desk) -> Non
     await desk.books.look()
     assert [record.generated_tokens for record in desk.ledger.noted] == [2]
     assert desk.ledger.num_reaps == 3
+
+
+async def test_many_records_are_renewed_a_few_at_a_time(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bookkeeper, "_NOTED_TOGETHER", 2)
+    lives = [live_request(f"r{number}") for number in range(5)]
+    for live in lives:
+        desk.dispatcher.register(live)
+        await desk.books.open(live)
+        live.output_token_ids.append(1)
+    await desk.books.look()
+    assert sorted(record.record_id for record in desk.ledger.noted) == sorted("abcde")
+    assert desk.ledger.note_sizes == [2, 2, 1]
+    await desk.books.look()
+    assert len(desk.ledger.noted) == 5
 
 
 async def test_what_the_store_cannot_take_is_written_when_it_can(desk: Desk) -> None:
