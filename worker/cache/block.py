@@ -103,12 +103,6 @@ class FreeList:
         """Puts a block at the front: first to be taken."""
         self._insert(block, self._end, self._end.next_free)
 
-    def pop_front(self) -> Block:
-        """Takes the first block. Raises IndexError if there is none."""
-        block = self.front
-        self.remove(block)
-        return block
-
     def remove(self, block: Block) -> None:
         """Takes a block from wherever it lies. Raises ValueError if it is not in the list."""
         if block.prev_free is None or block.next_free is None:

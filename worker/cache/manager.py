@@ -133,20 +133,18 @@ class CacheManager:
         blocks = self.pool.blocks
         return request.num_promised + sum(blocks[block_id].ref_count == 1 for block_id in request.block_ids)
 
-    def admit(self, request: Request, *, num_tokens: int | None = None, headroom: int = 0) -> bool:
+    def admit(self, request: Request, *, headroom: int = 0) -> bool:
         """Promises a request without blocks all blocks for its known tokens, if `headroom` more are available.
 
-        With `num_tokens` it takes all blocks for so many tokens at once: also for those that it will generate. Leading
-        full blocks that are cached are shared and count as computed; at least one token is left to compute. Returns
-        whether it did; if not, nothing has changed. With a window it is as many blocks as it may hold at a time, and
-        `slide` moves them on.
+        Leading full blocks that are cached are shared and count as computed; at least one token is left to compute.
+        Returns whether it did; if not, nothing has changed. With a window it is as many blocks as it may hold at a
+        time, and `slide` moves them on.
         """
         assert not request.block_ids
         hits = self._find_prefix(request)
         found = [hit for hit in hits if isinstance(hit, Block)]
         saved = [hit for hit in hits if isinstance(hit, HostHit)]
-        num_reserved = max(request.num_tokens, num_tokens or 0)
-        num_new = self._num_held(request, hits, num_reserved) - len(found)
+        num_new = self._num_held(request, hits, request.num_tokens) - len(found)
         num_revived = sum(block.ref_count == 0 for block in found)  # they leave the free list as well
         if num_new + num_revived + headroom > self.num_available:
             return False
@@ -157,15 +155,40 @@ class CacheManager:
         for hit in hits:
             request.block_ids.append(self._place(hit))
         self._promise(request, num_new - len(saved))
-        request.num_reserved = num_reserved
+        request.num_reserved = request.num_tokens
         request.num_published = len(hits) // self.num_tables
         request.num_computed = request.num_published * self.block_size
         request.num_holes = hits.count(None)
         request.num_shared_blocks = len(found) - num_revived
-        if num_tokens is not None:
-            self.cover(request, num_tokens)
         if self.host is not None and request.num_preemptions:
             self.host.release(request.arrival)
+        return True
+
+    def has_run(self, request: Request, num_tokens: int) -> bool:
+        """Whether `admit_run` would do it. Changes nothing."""
+        num_blocks = self.blocks_for(request, num_tokens)
+        if num_blocks > self.num_available:
+            return False
+        return not self.sees_all(request) or self.pool.find_run(num_blocks) is not None
+
+    def admit_run(self, request: Request, num_tokens: int) -> bool:
+        """Gives a request without blocks adjacent ones for so many tokens, known and to be generated, where they first
+        fit; returns whether it did. Nothing cached is looked for. Behind a window, where blocks come and go, they may
+        lie anywhere, and it is as many as the request holds at a time."""
+        assert not request.block_ids
+        assert self.host is None, "blocks are taken without a look at what must be saved of them"
+        num_blocks = self.blocks_for(request, num_tokens)
+        if num_blocks > self.num_available:
+            return False
+        if self.sees_all(request):
+            start = self.pool.find_run(num_blocks)
+            if start is None:
+                return False
+            request.block_ids = [block.block_id for block in self.pool.take_run(start, num_blocks)]
+        else:
+            self._promise(request, num_blocks)
+            self.cover(request, num_tokens)
+        request.num_reserved = num_tokens
         return True
 
     def slide(self, requests: Iterable[Request]) -> None:

@@ -48,6 +48,8 @@ class BlockPool:
         self._num_cached = 0
         self._num_referenced = 0
         self._num_swapping = 0
+        self._held = bytearray(num_blocks)  # by block id: 0 where nobody holds the block
+        self._held[0] = 1
         for block in self.blocks[1:]:
             self._free.append(block)
 
@@ -75,15 +77,29 @@ class BlockPool:
 
         The block is not being copied: whoever has blocks copied looks at `next_free` first.
         """
-        block = self._free.pop_front()
+        return self._take(self._free.front)
+
+    def find_run(self, num_blocks: int) -> int | None:
+        """The id of the first of so many adjacent blocks that nobody holds, the lowest such place (first fit); None if
+        no gap is that wide. Changes nothing."""
+        start = self._held.find(bytes(num_blocks))
+        return None if start < 0 else start
+
+    def take_run(self, start: int, num_blocks: int) -> list[Block]:
+        """Takes the run that `find_run` found, in order."""
+        return [self._take(block) for block in self.blocks[start : start + num_blocks]]
+
+    def _take(self, block: Block) -> Block:
         if block.is_copying:
             raise IntegrityError(f"{block} is taken while it is copied")
+        self._free.remove(block)
         if block.key is None:
             self._num_empty -= 1
         else:
             self._forget(block)
             self._num_cached -= 1
         block.ref_count = 1
+        self._held[block.block_id] = 1
         self._num_referenced += 1
         return block
 
@@ -96,6 +112,7 @@ class BlockPool:
             else:
                 self._num_cached -= 1
             self._num_referenced += 1
+            self._held[block.block_id] = 1
         block.ref_count += 1
 
     def begin_copy(self, block: Block) -> None:
@@ -130,6 +147,7 @@ class BlockPool:
         if block.ref_count:
             return
         self._num_referenced -= 1
+        self._held[block_id] = 0
         if block.key is not None and block.next_twin is not block:
             self._forget(block)  # a twin holds the same: no need to cache both
         if block.key is None:
@@ -188,6 +206,8 @@ class BlockPool:
         for block in self.blocks[1:]:
             if (block.ref_count == 0) != (block.block_id in free_ids):
                 raise IntegrityError(f"{block} is {'' if block.block_id in free_ids else 'not '}in the free list")
+            if bool(block.ref_count) != bool(self._held[block.block_id]):
+                raise IntegrityError(f"{block} is {'' if self._held[block.block_id] else 'not '}known as held")
             seen[_state_of(block)] += 1
             twin = block.next_twin
             if twin.prev_twin is not block or twin.key != block.key:

@@ -71,15 +71,19 @@ class _Planned:
 
 
 class Reserve(_Planned):
-    """All the memory that a request may ever need, at once: it never grows and is never preempted."""
+    """All the memory that a request may ever need, at once and in one piece: it never grows and is never preempted.
+
+    Between the pieces gaps are left that are too short for others, as in engines without paging.
+    """
 
     def fits(self, request: Request, victims: Sequence[Request] = ()) -> bool:
-        """See Memory."""
-        return self._has_blocks(request, _max_kv_tokens(request), 0, victims)
+        """See Memory. Nobody makes way: who would leave may lie anywhere."""
+        del victims
+        return self._manager.has_run(request, _max_kv_tokens(request))
 
     def admit(self, request: Request) -> bool:
         """See Memory."""
-        return self._manager.admit(request, num_tokens=_max_kv_tokens(request))
+        return self._manager.admit_run(request, _max_kv_tokens(request))
 
     def leave(self, victim: Request) -> None:
         """See Memory."""

@@ -28,7 +28,7 @@ class Mode:
 
 MODES: Mapping[str, Mode] = MappingProxyType(
     {
-        # A batch enters together and leaves together, each request with its maximum length reserved.
+        # A batch enters together and leaves together, each request with its maximum length reserved in one piece.
         "static": Mode(Batchwise, Together, Reserve, OneLevel, TokenBudget, prefix_cache=False),
         # The same, and a batch gathers for a time or a count before it enters, as a batching client does it.
         "client": Mode(Gathered, Together, Reserve, OneLevel, TokenBudget, prefix_cache=False),

@@ -216,12 +216,24 @@ def test_blocks_are_taken_as_they_are_needed_and_promised_from_the_start() -> No
     manager.check_integrity([request, other])
 
 
-def test_what_is_covered_at_admission_is_taken_at_once() -> None:
-    manager = make_manager(5, prefix_cache=False)
-    request = make_request(list(range(6)))
-    assert manager.admit(request, num_tokens=17)
-    assert (len(request.block_ids), request.num_promised) == (5, 0)
-    manager.check_integrity([request])
+def test_a_run_is_adjacent_and_lies_where_it_first_fits() -> None:
+    manager = make_manager(10, prefix_cache=False)
+    first, second, third = (make_request([token] * 6) for token in range(3))
+    assert manager.admit_run(first, 9)
+    assert manager.admit_run(second, 12)
+    assert manager.admit_run(third, 5)
+    assert (first.block_ids, second.block_ids, third.block_ids) == ([1, 2, 3], [4, 5, 6], [7, 8])
+    assert (first.num_promised, manager.num_available) == (0, 2)
+    manager.free(second)
+    fourth = make_request([4] * 6)
+    assert manager.num_available == 5, "but in gaps of three and two"
+    assert not manager.has_run(fourth, 13)
+    assert not manager.admit_run(fourth, 13)
+    assert fourth.block_ids == []
+    assert manager.has_run(fourth, 12)
+    assert manager.admit_run(fourth, 7)
+    assert fourth.block_ids == [4, 5]
+    manager.check_integrity([first, second, third, fourth])
 
 
 def test_a_promised_block_stays_hittable_until_it_is_taken_and_is_not_taken_twice() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
@@ -56,6 +56,24 @@ def test_a_touched_block_leaves_the_middle_of_the_free_list() -> None:
     assert pool.counts == BlockCounts(empty=0, cached=2, referenced=1, swapping=0, null=1)
     assert [pool.take().block_id for _ in range(2)] == [held[0], held[2]]
     pool.check_integrity([[held[1]], [held[0], held[2]]])
+
+
+@given(st.lists(st.tuples(st.booleans(), st.integers(1, 7)), max_size=40))
+def test_a_run_is_the_first_gap_that_is_wide_enough(actions: list[tuple[bool, int]]) -> None:
+    pool = BlockPool(17)
+    runs: list[list[int]] = []
+    for is_taken, number in actions:
+        held = {block_id for run in runs for block_id in run}
+        places = (range(start, start + number) for start in range(1, 18 - number))
+        wanted = next((list(place) for place in places if held.isdisjoint(place)), None)
+        assert pool.find_run(number) == (wanted and wanted[0])
+        if is_taken and wanted:
+            assert [block.block_id for block in pool.take_run(wanted[0], number)] == wanted
+            runs.append(wanted)
+        elif runs:
+            for block_id in runs.pop(number % len(runs)):
+                pool.release(block_id)
+        pool.check_integrity(runs)
 
 
 def test_a_block_stays_hittable_while_a_twin_lives_and_only_one_twin_is_cached() -> None:

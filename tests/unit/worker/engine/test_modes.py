@@ -114,6 +114,25 @@ def test_without_paging_the_maximum_is_reserved_and_nobody_is_ever_preempted(mod
     rig.assert_idle()
 
 
+def test_without_paging_gaps_between_reservations_are_of_no_use_to_whoever_needs_more() -> None:
+    """Six blocks are free in the end, five of them between two that run and one behind them."""
+    for mode, is_admitted in (("continuous", False), ("paged", True)):
+        rig = EngineRig(mode=mode, num_blocks=16, max_num_seqs=8)
+        for name in ("before", "gap", "behind"):
+            rig.submit(name, [len(name), *PROMPT] * 4, 5)  # five blocks each
+        for _ in range(2):
+            rig.step()
+        assert len(rig.scheduler.running) == 3
+        rig.abort("gap")
+        rig.submit("wide", [9] * 20, 5)
+        rig.step()
+        assert rig.pool.num_usable - rig.pool.counts.referenced + 6 * is_admitted >= 6
+        assert any(request.request_id == "wide" for request in rig.scheduler.running) is is_admitted
+        rig.run()
+        rig.assert_generated("wide", [9] * 20, 5)
+        rig.assert_idle()
+
+
 def test_with_paging_more_run_at_once_and_without_batches_they_enter_one_by_one() -> None:
     widths = {}
     for mode in ("continuous", "paged", "full"):
