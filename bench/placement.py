@@ -111,8 +111,12 @@ class Worker:
         return WorkerReport(self.worker_id, 1, self.limits, usage)
 
     def take(self, claim: Claim, job: Job) -> None:
-        if not self.manager.admit(job.request, num_tokens=job.blocks_needed):
+        num_to_come = max(0, job.blocks_needed - job.request.num_tokens)  # a block is a token here
+        if not self.manager.admit(job.request, headroom=num_to_come):
             raise RuntimeError(f"{self.worker_id} was promised more than it has: {job.request}")
+        self.manager.cover(job.request, job.request.num_tokens)
+        for _ in range(num_to_come):
+            self.manager.grow(job.request)
         job.tokens_found = min(job.request.num_computed * BLOCK_TOKENS, job.row.num_prompt)
         job.tokens_left = max(job.row.num_prompt - job.tokens_found, 1)
         self.running.append(job)
