@@ -93,6 +93,8 @@ def _cumulative(axes: Axes, distribution: Distribution) -> None:
         axes.set_xscale("log")
         _plain_log_ticks(axes.xaxis)
         axes.tick_params(axis="x", labelsize=8)
+    else:
+        axes.xaxis.set_major_formatter(_PLAIN)
 
 
 def throughput_by_concurrency(runs: Sequence[Run]) -> Figure:

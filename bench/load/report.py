@@ -20,7 +20,7 @@ _STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; max-width: 1150px; margin: 2em auto; padding: 0 1em; color: #222; }
 table { border-collapse: collapse; margin: .5em 0 1.5em; font-size: 13px; }
 th, td { padding: .25em .7em; border-bottom: 1px solid #ddd; text-align: right; white-space: nowrap; }
-th:first-child, td:first-child { text-align: left; }
+th:first-child, td:first-child { text-align: left; min-width: 9em; }
 th { border-bottom: 2px solid #999; }
 img { max-width: 100%; }
 .warning { background: #fff3d6; padding: .5em 1em; }
@@ -89,7 +89,7 @@ def _draw(
             sweep.append(plots.save(plots.latency_by_load(answered, setup.rule), folder / "latency.png"))
             sweep.append(plots.save(plots.latency_by_throughput(answered), folder / "knee.png"))
             sweep.append(plots.save(plots.goodput(runs, setup.rule, capacity, target), folder / "goodput.png"))
-        sweep.append(plots.save(plots.throughput_by_concurrency(answered), folder / "throughput.png"))
+            sweep.append(plots.save(plots.throughput_by_concurrency(answered), folder / "throughput.png"))
         drawn["All runs"] = sweep
     tenants = [str(tenant["id"]) for tenant in setup.tenants]
     for index, run in enumerate(runs):
@@ -111,7 +111,7 @@ def html(
     tried: Sequence[Judged],
 ) -> str:
     """One page without any reference to another file."""
-    parts = [f"<h1>Load on {escape(setup.model)}</h1>", _setup_lines(setup)]
+    parts = [f"<h1>Load on {escape(setup.model)}</h1>", *_setup_lines(runs, setup)]
     if search is not None:
         parts.append(f"<p><b>{escape(capacity_line(search, tried, setup))}</b></p>")
     parts.extend(f'<p class="warning">{escape(line)}</p>' for line in warnings(runs))
@@ -185,10 +185,28 @@ def capacity_line(search: CapacitySearch, tried: Sequence[Judged], setup: Setup)
     return f"Capacity: {capacity:.3g} requests/s{beyond} serve {rule}."
 
 
-def _setup_lines(setup: Setup) -> str:
-    facts = [*setup.workload.items(), *setup.arrivals.items(), ("goodput", str(setup.rule))]
-    shown = "; ".join(f"{name} {value}" for name, value in facts if value not in (None, "", {}))
-    return f'<p class="small">{escape(shown)}</p>'
+def _setup_lines(runs: Sequence[Run], setup: Setup) -> list[str]:
+    """Where, when, and what was sent by whom."""
+    workload = dict(setup.workload)
+    trace = workload.pop("trace", None)
+    lines = [
+        f"Measured {runs[0].date if runs else '-'} (UTC), load from {machine()}",
+        f"Workload {workload.pop('name', '')}: {_facts(workload | dict(setup.arrivals))}",
+        f"Good: {setup.rule}",
+    ]
+    if isinstance(trace, Mapping):
+        lines.insert(2, f"Trace: {_facts(trace)}")
+    lines += [f"Tenant {tenant.get('id')}: {_facts(tenant, without='id')}" for tenant in setup.tenants]
+    return [f'<p class="small">{"<br>".join(escape(line) for line in lines)}</p>']
+
+
+def _facts(facts: Mapping[str, object], without: str = "") -> str:
+    """What is known, in words."""
+    known = {name: value for name, value in facts.items() if value not in (None, "", {}) and name != without}
+    return ", ".join(
+        f"{name.replace('_', ' ')} {f'({_facts(value)})' if isinstance(value, Mapping) else value}"
+        for name, value in known.items()
+    )
 
 
 def _failures(run: Run) -> str:
