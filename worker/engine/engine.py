@@ -177,9 +177,10 @@ class Engine:
         return True
 
     def set_paused(self, session_id: int, request_id: str, attempt: int, is_paused: bool) -> None:
-        """Stops computing for a request, which stays where it is, or goes on with it; nothing if it is not there."""
+        """Stops computing for a request, which stays where it is, or goes on with it. Nothing if it is not there, or in
+        a mode in which nobody makes way."""
         request = self._requests.get(session_id, {}).get((request_id, attempt))
-        if request is not None:
+        if request is not None and self._scheduler.levels.can_pause:
             request.is_paused = is_paused
             self._outbox.touch()
 

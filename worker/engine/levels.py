@@ -28,6 +28,7 @@ class Levels(Protocol):
     """Answers for one request at a time; `step` is the scheduler's running number, `now_s` the time it began."""
 
     long_after_steps: int
+    can_pause: bool  # whether paused requests make way; else there is no pausing
 
     def level(self, request: Request) -> Level:
         """Its level now."""
@@ -57,6 +58,8 @@ class Levels(Protocol):
 class ThreeLevels:
     """First chunks before further ones, and long requests yield to them."""
 
+    can_pause = True
+
     def __init__(self, config: SchedulerConfig) -> None:
         self.long_after_steps = config.long_after_steps
         self._config = config
@@ -76,9 +79,7 @@ class ThreeLevels:
         return request.num_preemptions > 0 and step - request.entry_step < self._config.grace_steps
 
     def may_yield(self, request: Request, step: int) -> bool:
-        """See Levels. Not while it has waited for more than half the steps that it has run; a paused one always."""
-        if request.is_paused:
-            return True
+        """See Levels. Not while it has waited for more than half the steps that it has run."""
         if self.is_exhausted(request) or self.is_in_grace(request, step):
             return False
         num_waited = request.num_waited_steps
@@ -114,6 +115,7 @@ class OneLevel:
     """First come, first served; nobody yields to a newcomer."""
 
     long_after_steps = NEVER
+    can_pause = False
 
     def __init__(self, config: SchedulerConfig) -> None:
         self._max_chunk = config.max_chunk_tokens

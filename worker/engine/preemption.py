@@ -32,14 +32,9 @@ def choose_victim(running: Sequence[Request], needy: Request, levels: Levels, st
 
 
 def list_yielding(long: Sequence[Request], levels: Levels, step: int) -> list[Request]:
-    """Those of long and paused requests that make way for newcomers, first to go first: paused ones, then the lowest
-    band, then the longest-running."""
+    """The long requests that make way for newcomers, those of the lowest band and the longest-running first."""
     yielding = [request for request in long if levels.may_yield(request, step)]
-
-    def order(request: Request) -> tuple[bool, int, int]:
-        return request.is_paused, request.band, num_decode_steps(request)
-
-    return sorted(yielding, key=order, reverse=True)
+    return sorted(yielding, key=lambda request: (request.band, num_decode_steps(request)), reverse=True)
 
 
 def list_hand_backs(preempted: Iterable[Request], levels: Levels, now_s: float, hand_back_s: float) -> list[Request]:

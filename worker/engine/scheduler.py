@@ -99,9 +99,10 @@ class Scheduler:
             request.band >= Band.NORMAL  # what most newcomers are of
             and request.state is RequestState.RUNNING
             and self.levels.may_yield(request, self.num_steps)
-            for request in (*self._long, *self._paused)
+            for request in self._long
         )
-        return max(0, len(self._free_slots) + num_yielding - self.waiting.num_returning)
+        num_paused = sum(request.state is RequestState.RUNNING for request in self._paused)
+        return max(0, len(self._free_slots) + num_yielding + num_paused - self.waiting.num_returning)
 
     def pause_s(self, now_s: float) -> float:
         """Seconds until a step can have work; 0 if it has already, or will not before a request comes."""
@@ -255,7 +256,7 @@ class Scheduler:
             self.step.is_blocked = True
             return []
         yielding = self._list_yielding()
-        num_places = len(self._free_slots) + len(yielding)
+        num_places = len(self._free_slots) + len(yielding) + len(self._paused)
         if not num_places:
             return []
         self.memory.begin_step(self.running)
@@ -292,19 +293,21 @@ class Scheduler:
         """Who would make way for a newcomer now, first to go first; nobody while too much is computed twice."""
         if self.memory.thrash.ratio >= self.config.max_thrash:
             return []
-        return list_yielding([*self._long, *self._paused], self.levels, self.num_steps)
+        return list_yielding(self._long, self.levels, self.num_steps)
 
     def _list_candidates(
         self, yielding: Sequence[Request], request: Request, now_s: float, blocked: Request | None
     ) -> list[Request]:
-        """Who would make way for this waiting request: nobody of a higher band, nobody before it is urgent, and nobody
-        for one that would overtake another without a first chunk."""
-        if not yielding or not self.levels.is_urgent(request, self.num_steps, now_s):
-            return []
-        if blocked is not None and blocked.started_s is None:
-            return []
+        """Who would make way for this waiting request: everybody who is paused; of the others nobody of a higher band,
+        nobody before it is urgent, and nobody for one that would overtake another without a first chunk."""
         running = RequestState.RUNNING
-        return [other for other in yielding if other.band >= request.band and other.state is running][:MAX_VICTIMS]
+        paused = [other for other in reversed(self._paused) if other.state is running]
+        if not yielding or not self.levels.is_urgent(request, self.num_steps, now_s):
+            return paused
+        if blocked is not None and blocked.started_s is None:
+            return paused
+        long = [other for other in yielding if other.band >= request.band and other.state is running]
+        return paused + long[:MAX_VICTIMS]
 
     def _make_way(self, request: Request, candidates: Sequence[Request]) -> bool:
         """Whether a waiting request finds a slot and memory; as many candidates are preempted for it as that takes."""

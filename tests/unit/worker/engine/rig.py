@@ -32,11 +32,12 @@ class Record:
     token_ids: list[int] = field(default_factory=list)
     finish_reason: FinishReason | None = None
     rejected: RequestRejected | None = None
+    is_handed_back: bool = False
     cached_prompt_tokens: list[int] = field(default_factory=list)
 
     @property
     def is_ended(self) -> bool:
-        return self.finish_reason is not None or self.rejected is not None
+        return self.finish_reason is not None or self.rejected is not None or self.is_handed_back
 
 
 class EngineRig:
@@ -103,7 +104,6 @@ class EngineRig:
         self._execute = self.executor.execute
         self.executor.execute = self._take_time  # type: ignore[method-assign]
         self.records: dict[Name, Record] = {}
-        self.handed_back: list[tuple[str, int]] = []
         self.usage: dict[int, BlockUsage] = {}
         self.accounted: dict[int, list[ClaimRef]] = {}
         self.stats: list[StepStats] = []
@@ -159,7 +159,10 @@ class EngineRig:
                 record = self.records[session_id, rejected.request_id, rejected.attempt]
                 assert not record.is_ended, f"{rejected} after the terminal event"
                 record.rejected = rejected
-            self.handed_back += news.handed_back
+            for handed_back in news.handed_back:
+                record = self.records[session_id, handed_back.request_id, handed_back.attempt]
+                assert not record.is_ended, f"{handed_back} after the terminal event"
+                record.is_handed_back = True
             if news.usage is not None:
                 self.usage[session_id] = news.usage
                 self.accounted.setdefault(session_id, []).extend(news.usage.accounted)
@@ -176,6 +179,10 @@ class EngineRig:
         raise AssertionError(
             f"still busy after {max_steps} steps: {self.scheduler.running} {list(self.scheduler.waiting)}"
         )
+
+    @property
+    def handed_back(self) -> list[Name]:
+        return [name for name, record in self.records.items() if record.is_handed_back]
 
     def of(self, request_id: str, *, session_id: int = SESSION, attempt: int = 1) -> Record:
         return self.records[session_id, request_id, attempt]

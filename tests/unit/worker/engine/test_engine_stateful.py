@@ -50,6 +50,7 @@ class EngineMachine(RuleBasedStateMachine):
                 "output_share": st.floats(0, 1),
                 "max_thrash": st.floats(0.1, 2),
                 "gather_count": st.integers(0, 3),
+                "hand_back_s": st.sampled_from([0.0, 0.05, 5.0]),
             }
         ),
         token_s=st.sampled_from([0.0, 0.002, 0.03]),
@@ -87,6 +88,7 @@ class EngineMachine(RuleBasedStateMachine):
         self.num_sessions = 1
         self.num_names = 0
         self.num_failed = 0
+        self.deadlines: dict[Name, float] = {}
 
     @rule(
         prompt=PROMPTS,
@@ -101,6 +103,7 @@ class EngineMachine(RuleBasedStateMachine):
     ) -> None:
         session_id = data.draw(st.sampled_from(self.sessions))
         window = data.draw(st.sampled_from(self.own_windows))
+        timeout_s = data.draw(st.sampled_from([None, None, None, 0.1, 100.0]))
         max_length = min(self.max_length, self.rig.limits.max_kv_tokens(window) + 1)
         self.num_names += 1
         own_salt = self.rig.salt(salt, window, len(prompt) + max_tokens)
@@ -122,19 +125,23 @@ class EngineMachine(RuleBasedStateMachine):
                 cache_salt=salt,
                 band=band,
                 window=window,
+                timeout_s=timeout_s,
+                may_hand_back=data.draw(st.booleans()),
             )
         except InvalidRequestError:
             assert known >= max_tokens or len(prompt) + max(known, 1) >= max_length
         except LimitExceededError:
             assert self.rig.engine.num_requests > 16
         else:
+            if timeout_s is not None:
+                self.deadlines[name] = self.rig.now_s + timeout_s
             self.wanted[name] = (tokens[known:length], FinishReason.STOP if stops else FinishReason.LENGTH)
 
     @rule(num_steps=st.integers(1, 6))
     def step(self, num_steps: int) -> None:
         for _ in range(num_steps):
             stats = self.rig.step()
-            if not stats.num_rows and self.rig.engine.num_requests:
+            if not stats.num_rows and self.rig.scheduler.has_requests:
                 assert self.rig.engine.pause_s > 0, "a step without progress, and nothing to wait for"
 
     @rule(seconds=st.sampled_from([0.01, 0.05, 0.2]))
@@ -151,6 +158,12 @@ class EngineMachine(RuleBasedStateMachine):
         if was_there:
             self.rig.step()
             assert record.finish_reason is FinishReason.CANCELLED
+
+    @precondition(lambda self: self.wanted)
+    @rule(data=st.data(), is_paused=st.booleans())
+    def pause_or_resume(self, data: st.DataObject, is_paused: bool) -> None:
+        session_id, request_id, attempt = data.draw(st.sampled_from(sorted(self.wanted)))
+        self.rig.engine.set_paused(session_id, request_id, attempt, is_paused)
 
     @precondition(lambda self: self.rig.scheduler.running)
     @rule(data=st.data())
@@ -188,7 +201,10 @@ class EngineMachine(RuleBasedStateMachine):
             assert record.token_ids == token_ids[: len(record.token_ids)]
             if record.finish_reason in (FinishReason.STOP, FinishReason.LENGTH):
                 assert (record.token_ids, record.finish_reason) == (token_ids, finish_reason)
-            assert record.rejected is None or (self.num_failed and reason_of(record) is Reason.INTERNAL)
+            if record.rejected is not None and reason_of(record) is Reason.DEADLINE:
+                assert self.deadlines[name] <= self.rig.now_s
+            else:
+                assert record.rejected is None or (self.num_failed and reason_of(record) is Reason.INTERNAL)
 
     @invariant()
     def books_add_up(self) -> None:
@@ -218,6 +234,8 @@ class EngineMachine(RuleBasedStateMachine):
 
     def teardown(self) -> None:
         if hasattr(self, "rig"):
+            for name in self.wanted:
+                self.rig.engine.set_paused(*name, False)
             self.rig.run(max_steps=3000)
             self.everybody_got_the_right_tokens_so_far()
             self.rig.assert_idle()

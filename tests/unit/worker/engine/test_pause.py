@@ -174,7 +174,7 @@ def test_a_long_request_that_finds_no_memory_is_handed_back_after_a_while() -> N
     steps(rig, 2)
     assert not rig.handed_back
     steps(rig, 2)
-    assert rig.handed_back == [(victim.request_id, 1)]
+    assert rig.handed_back == [(SESSION, victim.request_id, 1)]
     made = rig.of(victim.request_id).token_ids
     prompt = victim.token_ids[:3]
     assert made == generate(prompt, len(made), vocab_size=VOCAB_SIZE)
@@ -205,3 +205,30 @@ def test_a_paused_request_is_not_handed_back() -> None:
     pause(rig, victim.request_id, False)
     rig.run()
     rig.assert_idle()
+
+
+def test_whoever_waits_gets_what_paused_ones_hold_even_of_a_higher_band() -> None:
+    """Otherwise nothing would be computed although somebody waits, for as long as the readers are slow."""
+    rig = EngineRig(num_blocks=12, block_size=4, max_num_seqs=12, max_thrash=0.01)
+    names = [f"slow{number}" for number in range(12)]
+    for name in names:
+        rig.submit(name, [1, 2], 9, band=Band.HIGH)
+    rig.step()
+    assert len(rig.scheduler.running) > 8
+    for name in names:
+        pause(rig, name)
+    rig.submit("batch", list(range(40)), 6, band=Band.LOW)
+    rig.run()
+    rig.assert_generated("batch", list(range(40)), 6)
+    for name in names:
+        pause(rig, name, False)
+    rig.run()
+    rig.assert_idle()
+
+
+def test_without_levels_there_is_no_pausing() -> None:
+    rig = EngineRig(mode="paged")
+    rig.submit("a", [1, 2, 3], 9)
+    pause(rig, "a")
+    rig.run()
+    rig.assert_generated("a", [1, 2, 3], 9)
