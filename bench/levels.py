@@ -183,8 +183,9 @@ class Run:
             if in_flight is not None:
                 while pending and self._engine.num_requests < in_flight:
                     self._submit(pending.pop(), now_s)
-            while pending and start_s + pending[-1].at_s <= now_s:
-                self._submit(pending.pop(), start_s)
+            else:
+                while pending and start_s + pending[-1].at_s <= now_s:
+                    self._submit(pending.pop(), start_s)
             if not self._engine.num_requests:
                 self._machine.wait_until(start_s + pending[-1].at_s)
                 continue

@@ -29,6 +29,7 @@ from worker.cache.pool import BlockPool
 from worker.engine.batch import Batch, SampledToken
 from worker.engine.cost_model import chunk_kv_tokens
 from worker.engine.engine import Engine
+from worker.engine.executor import Executor
 from worker.engine.modes import DEFAULT_MODE, MODES, Mode
 from worker.engine.scheduler import Scheduler, SchedulerConfig
 from worker.model.weights import load_model
@@ -164,42 +165,80 @@ def show_sizes(work: Sequence[Work]) -> Table:
     return table
 
 
-def measure_real(work: Sequence[Work], repeats: int) -> Table:
-    """Tokens per second of the default model: block sizes, and the prefix cache on and off, in turns."""
+class TimedExecutor:
+    """Passes steps on, and counts this thread's CPU time in them."""
+
+    def __init__(self, inner: Executor) -> None:
+        self._inner = inner
+        self.block_size = inner.block_size
+        self.num_blocks = inner.num_blocks
+        self.thread_s = 0.0
+
+    def execute(self, batch: Batch) -> Sequence[SampledToken | None]:
+        """See Executor."""
+        started_s = time.thread_time()
+        sampled = self._inner.execute(batch)
+        self.thread_s += time.thread_time() - started_s
+        return sampled
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """What one run on the model took, in seconds."""
+
+    wall_s: float
+    cpu_s: float  # of all threads
+    engine_s: float  # of them, this thread's outside of execution: schedule, blocks, hashes, update
+
+
+def measure_real(work: Sequence[Work], repeats: int, block_sizes: Sequence[int] = KERNEL_BLOCK_SIZES) -> Table:
+    """Tokens per second of the default model: block sizes, and the prefix cache on and off, in turns.
+
+    Pairs of runs, in changing order, are compared: by wall time, which other processes disturb, by CPU time, and by
+    what the engine alone took more of it, which is the cache's own cost.
+    """
     threads = torch.get_num_threads()
     model = load_model(ensure_default_model(), torch.bfloat16)
-    table = Table(title=f"Default model, {threads} threads, {len(work)} requests, median of {repeats}")
-    for column in ("tokens per block", "prefix cache", "tokens/s", "cache on / off"):
+    num_tokens = sum(len(request.prompt) + request.num_output for request in work)
+    table = Table(
+        title=f"Default model, {threads} threads, {num_tokens} tokens, prefix cache without a hit: {repeats} pairs"
+    )
+    for column in ("tokens per block", "tokens/s off", "on", "on / off: wall time", "CPU time", "the cache's own time"):
         table.add_column(column, justify="right")
-    for block_size in KERNEL_BLOCK_SIZES:
+    for block_size in block_sizes:
         options = EngineOptions(dtype=torch.bfloat16, block_size=block_size, num_threads=threads)
         runner = build_runner(model, options)
         runner.warm_up()
-        rates: dict[bool, list[float]] = {False: [], True: []}
-        for _ in range(repeats):
-            for prefix_cache in rates:
-                timed = EngineOptions(
-                    dtype=torch.bfloat16, block_size=block_size, num_threads=threads, prefix_cache=prefix_cache
-                )
-                engine, _ = build_engine(model, runner, timed)
-                rates[prefix_cache].append(serve(engine, work))
+        costs: dict[bool, list[Cost]] = {False: [], True: []}
+        for repeat in range(repeats):
+            for is_on in (False, True) if repeat % 2 else (True, False):
+                executor = TimedExecutor(runner)
+                engine, _ = build_engine(model, executor, replace(options, prefix_cache=is_on))
+                costs[is_on].append(serve(engine, executor, work))
         runner.close()
-        ratio = median(on / off for on, off in zip(rates[True], rates[False], strict=True))
-        table.add_row(str(block_size), "off", f"{median(rates[False]):.1f}", "")
-        table.add_row("", "on", f"{median(rates[True]):.1f}", f"{ratio:.3f}")
+        pairs = list(zip(costs[True], costs[False], strict=True))
+        table.add_row(
+            str(block_size),
+            *(f"{num_tokens / median(cost.wall_s for cost in costs[is_on]):.1f}" for is_on in (False, True)),
+            f"{median(on.wall_s / off.wall_s for on, off in pairs):.3f}",
+            f"{median(on.cpu_s / off.cpu_s for on, off in pairs):.3f}",
+            f"{median((on.engine_s - off.engine_s) / off.cpu_s for on, off in pairs):+.2%}",
+        )
     return table
 
 
-def serve(engine: Engine, work: Sequence[Work]) -> float:
-    """Prompt and output tokens per second."""
+def serve(engine: Engine, executor: TimedExecutor, work: Sequence[Work]) -> Cost:
+    """Serves all at once."""
     for index, request in enumerate(work):
         sampling = SamplingParams(seed=0, max_tokens=request.num_output, temperature=0.0, ignore_eos=True)
         engine.submit(SESSION, f"r{index}", 1, request.prompt, sampling)
-    started = time.perf_counter()
+    wall_s, cpu_s, thread_s = time.perf_counter(), time.process_time(), time.thread_time()
+    num_hits = 0
     while engine.num_requests:
-        engine.step()
-    seconds = time.perf_counter() - started
-    return sum(len(request.prompt) + request.num_output for request in work) / seconds
+        num_hits += engine.step().stats.num_hit_tokens
+    assert not num_hits, "the prompts of the load are not all different"
+    thread_s = time.thread_time() - thread_s
+    return Cost(time.perf_counter() - wall_s, time.process_time() - cpu_s, thread_s - executor.thread_s)
 
 
 def main() -> None:
@@ -208,14 +247,17 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=128, help="of the mixed load (default: %(default)s)")
     parser.add_argument("--repeats", type=int, default=5, help="runs of each kind that are compared")
     parser.add_argument("--real", action="store_true", help="measure the default model as well; takes minutes")
-    parser.add_argument("--real-requests", type=int, default=16)
+    parser.add_argument("--real-requests", type=int, default=16, help="of the load on the model (default: %(default)s)")
+    parser.add_argument(
+        "--real-sizes", type=int, nargs="+", default=KERNEL_BLOCK_SIZES, choices=KERNEL_BLOCK_SIZES, help="of blocks"
+    )
     args = parser.parse_args()
     console, work = Console(), mixed(args.requests)
     console.print(show_modes(work))
     console.print(show_sizes(work))
     console.print(show_prefix_cost(work, args.repeats))
     if args.real:
-        console.print(measure_real(mixed(args.real_requests, seed=1, scale=0.3), args.repeats))
+        console.print(measure_real(mixed(args.real_requests, seed=1, scale=0.3), args.repeats, args.real_sizes))
 
 
 if __name__ == "__main__":
