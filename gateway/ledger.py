@@ -54,7 +54,10 @@ class Ledger(Protocol):
         ...
 
     async def reap(self) -> int:
-        """Closes what dead gateways left open, as last noted, with outcome "lost"; returns how many."""
+        """Closes what dead gateways left open, as last noted, with outcome "lost"; returns how many.
+
+        Settles what they had reserved of tenants' limits, too, unless another gateway has taken a request over.
+        """
         ...
 
     async def leave(self) -> None:

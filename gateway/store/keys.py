@@ -188,8 +188,11 @@ class PoolKeys:
         return f"{self.prefix}running:{tenant}"
 
     def reservation(self, request_id: str) -> str:
-        """HASH, tokens: reserved, slot, day: where they are counted. Written by reserve and share, removed by settle,
-        expires ten minutes after its last renewal."""
+        """HASH, owner: the gateway that settles it, tokens: reserved, slot, day: where they are counted.
+
+        Written by reserve and share, removed by settle or, once its owner is dead, ledger_reap; expires ten minutes
+        after its last renewal.
+        """
         return f"{self.prefix}reservation:{request_id}"
 
     def shares(self, tenant: str) -> str:

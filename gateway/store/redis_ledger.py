@@ -16,7 +16,7 @@ from gateway.store.keys import PoolKeys
 _TIMEOUT_S = 2.0
 _MAX_TOGETHER = 100
 _NAMES = tuple(field.name for field in fields(UsageRecord))
-_SCRIPTS = ("ledger_open", "ledger_note", "ledger_close", "ledger_reap", "ledger_leave")
+_SCRIPTS = ("ledger_open", "ledger_note", "ledger_close", "ledger_leave")
 
 
 class _Together:
@@ -75,6 +75,8 @@ class RedisLedger:
         self._max_records = max_records
         self._link = Link(store, timeout_s=timeout_s)
         self._scripts = {name: Script(name, ()) for name in _SCRIPTS}
+        self._reaping = Script("ledger_reap", ("clock", "common", "limits"))
+        self._reaping_keys = [*keys.pool_keys(), keys.ledger, keys.ledger_owners]
         self._opens = _Together(self._open)
         self._closes = _Together(self._close)
 
@@ -102,7 +104,8 @@ class RedisLedger:
 
     async def reap(self) -> int:
         """Closes what dead gateways left open. See `Ledger.reap`."""
-        return int(await self._run("ledger_reap", self._prefix, self._max_records))
+        arguments = (self._prefix, self._max_records)
+        return int(await self._link.send(self._reaping, self._reaping_keys, arguments))
 
     async def leave(self) -> None:
         """Forgets this gateway unless it has open records, and closes connections. See `Ledger.leave`."""

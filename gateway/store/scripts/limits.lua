@@ -107,8 +107,8 @@ local function count_in_day(tenant, day, tokens)
   call('PEXPIRE', day_key(tenant), DAY_KEPT_MS)
 end
 
-local function write_reservation(id, tokens, slot, day)
-  call('HSET', reservation_key(id), 'tokens', int(tokens), 'slot', int(slot), 'day', int(day))
+local function write_reservation(id, owner, tokens, slot, day)
+  call('HSET', reservation_key(id), 'owner', owner, 'tokens', int(tokens), 'slot', int(slot), 'day', int(day))
   call('PEXPIRE', reservation_key(id), RESERVATION_KEPT_MS)
 end
 

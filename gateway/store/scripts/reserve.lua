@@ -6,7 +6,8 @@
 -- Returns {what refused it, microseconds until a retry may succeed or -1 for never, what is left of each limit or -1}; what
 -- refused it is 0 for nothing, else the position of the limit: 1 requests, 2 tokens, 3 concurrency, 4 the day; 10 more if
 -- only gateways' shares are in the way; -1 if the store may not count all that it should yet. A refusal charges nothing; one
--- by shares recalls them. An id that has a reservation is not charged again.
+-- by shares recalls them. An id that has a reservation is not charged again,
+-- and is this gateway's from now on.
 local tenant, id, tokens = ARGV[2], ARGV[3], tonumber(ARGV[4])
 local limits = { tonumber(ARGV[5]), tonumber(ARGV[6]), tonumber(ARGV[7]), tonumber(ARGV[8]) }
 local burst = tonumber(ARGV[9])
@@ -86,6 +87,7 @@ if refusal ~= 0 then return reply() end
 call('ZREMRANGEBYSCORE', running_key(tenant), '-inf', int(NOW))
 lease_slot(tenant, id, lease)
 if not is_new then
+  call('HSET', reservation_key(id), 'owner', gateway)
   call('PEXPIRE', reservation_key(id), RESERVATION_KEPT_MS)
   return reply()
 end
@@ -94,6 +96,6 @@ count_in_window(tenant, slot, 1, tokens)
 if interval > 0 then call('HSET', window_key(tenant), 'tat', int(tat)) end
 call('HSET', day_key(tenant), 'day', int(day), 'tokens', int(used[4] + tokens))
 call('PEXPIRE', day_key(tenant), DAY_KEPT_MS)
-write_reservation(id, tokens, slot, day)
+write_reservation(id, gateway, tokens, slot, day)
 for i, amount in ipairs(amounts) do used[i] = used[i] + amount end
 return reply()

@@ -33,7 +33,7 @@ local function charge(tenant, offset, charged)
     if state ~= 'day' then count_in_window(tenant, slot, requests, tokens) end
     if state ~= 'window' then count_in_day(tenant, day, tokens) end
     if state == 'running' then
-      write_reservation(id, tokens, slot, day)
+      write_reservation(id, gateway, tokens, slot, day)
       lease_slot(tenant, id, slot_lease)
     end
   end

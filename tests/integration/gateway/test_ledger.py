@@ -9,11 +9,15 @@ from typing import Any
 import pytest
 import redis
 
+from common.clock import SystemClock
 from common.errors import UnavailableError
+from gateway.admission.limiter import Cost
+from gateway.admission.limits import TenantLimits
 from gateway.app import GatewayApp
 from gateway.ledger import UsageRecord
 from gateway.store.keys import PoolKeys
 from gateway.store.redis_ledger import RedisLedger
+from gateway.store.redis_limiter import RedisLimiter
 from tests.integration.gateway.rig import Answer, Client, Rig, announce, eventually, generate_request, read, take
 from tests.support.scripted_worker import MODEL, ScriptedWorker
 
@@ -245,6 +249,35 @@ async def test_a_gateway_that_was_thought_dead_replaces_what_others_wrote(
     assert (record["outcome"], record["generated_tokens"]) == ("completed", "7")
     await me.leave()
     await other.leave()
+
+
+async def test_what_a_dead_gateway_had_reserved_is_settled_unless_another_has_it_now(
+    redis_url: str, redis_client: redis.Redis, pool: str
+) -> None:
+    def limiter(gateway: str) -> RedisLimiter:
+        return RedisLimiter(
+            redis_url, pool=pool, gateway_id=gateway, clock=SystemClock(), uniform=lambda low, _: low, settings=None
+        )
+
+    keys = PoolKeys(pool)
+    limits = TenantLimits(tokens_per_minute=1000, max_concurrent=2)
+    dead, living = limiter("dead"), limiter("living")
+    ledger, other = (RedisLedger(redis_url, pool=pool, gateway_id=name, max_records=9) for name in ("dead", "living"))
+    for request_id in ("acme/left", "acme/taken over"):
+        await dead.reserve("acme", request_id, Cost(5, 300), limits)
+        await ledger.open(usage(request_id, request_id=request_id, prompt_tokens=5, generated_tokens=7, num_attempts=1))
+    await living.reserve("acme", "acme/taken over", Cost(5, 300), limits)
+    assert await other.reap() == 2
+    assert redis_client.exists(keys.reservation("acme/left")) == 0
+    assert redis_client.zrange(keys.running("acme"), 0, -1) == ["acme/taken over"]
+    counted = [int(count) for name, count in redis_client.hgetall(keys.window("acme")).items() if name[:2] != "ta"]
+    assert sum(counted) == 2 + (5 + 7) + (5 + 300)
+    await living.settle("acme", "acme/taken over", num_prompt_tokens=5, num_output_tokens=9)
+    assert redis_client.zrange(keys.running("acme"), 0, -1) == []
+    for each in (ledger, other):
+        await each.leave()
+    for each in (dead, living):
+        await each.close()
 
 
 async def test_the_ledger_has_a_bound(redis_url: str, redis_client: redis.Redis, pool: str) -> None:
