@@ -162,6 +162,7 @@ class GatewayApp:
             ),
             choose_id=lambda: random.randbytes(12).hex(),
             choose_seed=lambda: random.getrandbits(64),
+            is_answered=trunk.is_answered,
         )
         self._dialer = WorkerDialer(
             settings.worker_addresses,

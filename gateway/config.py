@@ -128,7 +128,7 @@ class GatewaySettings(Settings):
     connect_timeout_s: float = Field(10.0, gt=0, description="seconds to connect to a worker and get its description")
     announce_ttl_s: float = Field(10.0, gt=0, description="seconds an announcement of a worker is valid")
     worker_poll_s: float = Field(0.5, gt=0, description="seconds between looks at the announced workers")
-    heartbeat_s: float = Field(1.0, gt=0, description="seconds between signs of life in the store")
+    heartbeat_s: float = Field(1.0, gt=0, le=3.0, description="seconds between signs of life in the store")
     heartbeat_ttl_s: float = Field(6.0, gt=0, description="seconds without one until others take this gateway for dead")
 
     tokenizer_threads: int = Field(2, ge=1, description="threads that tokenize long prompts")

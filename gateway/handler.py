@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from dataclasses import dataclass
+from typing import Any
 
 import structlog
 
@@ -89,7 +90,9 @@ class Handler:
         *,
         choose_id: Callable[[], str],
         choose_seed: Callable[[], int],
+        is_answered: Callable[[asyncio.Future[Any], float], Awaitable[bool]],
     ) -> None:
+        """`is_answered(step, patience_s)` waits for calls of the store; False once it is silent for so long."""
         self._queue = queue
         self._limiter = limiter
         self._fleet = fleet
@@ -105,6 +108,7 @@ class Handler:
         self._settings = settings
         self._choose_id = choose_id
         self._choose_seed = choose_seed
+        self._is_answered = is_answered
         self._refusal: Callable[[], TidegateError] | None = None  # for all new requests
 
     async def drain(self, drain_s: float) -> None:
@@ -268,12 +272,13 @@ class Handler:
         """Decides, within the patience with the store: a request that has its part of the limits waits for it if need
         be, and its client is told that it is accepted."""
         patience_s = 0.0 if self._store.is_lost else self._settings.store_patience_s
-        decide_by = self._clock.monotonic() + patience_s
         # In steps of their own: if the client leaves now, it must still be known what was written.
         live.admission = self._background.spawn(self._reserve(live, patience_s), "reserve")
         await asyncio.shield(live.admission)
         live.admission = self._background.spawn(self._enter_queue(live), "admission")
-        if await done_within(live.admission, decide_by - self._clock.monotonic()):
+        if not self._limiter.is_confirmed(live.fleet_id):
+            patience_s = 0.0  # the store has been silent for so long already
+        if await self._is_answered(live.admission, patience_s):
             live.admission.result()
         return Accepted(live.request, live.remaining)
 

@@ -58,6 +58,10 @@ class Limiter(Protocol):
         the next `renew`."""
         ...
 
+    def is_confirmed(self, request_id: str) -> bool:
+        """Whether the store counts a running request; False while it is only known to come out of a share."""
+        ...
+
     async def remaining(self, tenants: Mapping[str, TenantLimits]) -> list[Remaining]:
         """What is left of the limits of each now, whatever gateways hold of it."""
         ...
@@ -86,6 +90,10 @@ class Unlimited:
 
     async def settle(self, tenant: str, request_id: str, *, num_prompt_tokens: int, num_output_tokens: int) -> None:
         """Keeps nothing."""
+
+    def is_confirmed(self, request_id: str) -> bool:
+        """Always."""
+        return True
 
     async def remaining(self, tenants: Mapping[str, TenantLimits]) -> list[Remaining]:
         """Everything."""

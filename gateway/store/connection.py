@@ -14,10 +14,12 @@ from redis.asyncio import ConnectionPool, Redis
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 
+from common.waiting import done_within
 from gateway.store.wire import Argument as Argument
 from gateway.store.wire import Call, Wire, unavailable
 
 T = TypeVar("T")
+_TICK_S = 0.01
 _UNREACHABLE = (
     exceptions.ConnectionError,
     exceptions.TimeoutError,
@@ -108,6 +110,17 @@ class Trunk:
         """When the store has answered last, or was asked first after that; the loop's time, 0 if never."""
         return 0.0 if self._wire is None else self._wire.heard_at
 
+    async def is_answered(self, step: asyncio.Future[Any], patience_s: float) -> bool:
+        """Waits for calls to end; False once the store has been silent for so long, towards everybody."""
+        quiet_s, heard_at, tick_s = 0.0, self.heard_at, min(_TICK_S, patience_s / 4)
+        while quiet_s < patience_s:
+            if await done_within(step, tick_s):
+                return True
+            # A tick counts as one even if this program itself was held up meanwhile.
+            quiet_s = quiet_s + tick_s if self.heard_at == heard_at else 0.0
+            heard_at = self.heard_at
+        return step.done()
+
     def wire(self) -> Wire:
         """The connection, a new one if the last is over."""
         if self._wire is None or self._wire.is_over:
@@ -141,6 +154,10 @@ class Link:
         reply = asyncio.get_running_loop().create_future()
         self._trunk.wire().send(("EVALSHA", script.digest), Call(script.source, (len(keys), *keys, *arguments), reply))
         return reply
+
+    async def is_answered(self, step: asyncio.Future[Any], patience_s: float) -> bool:
+        """Waits for calls to end; False once the store has been silent for so long, towards everybody."""
+        return await self._trunk.is_answered(step, patience_s)
 
     def start(self, step: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
         """Starts calls that nobody can cancel, and that `close` waits for."""

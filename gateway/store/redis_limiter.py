@@ -12,7 +12,6 @@ from typing import Any
 from common.clock import Clock
 from common.errors import LimitExceededError, UnavailableError
 from common.types import Reason
-from common.waiting import done_within
 from gateway.admission.limiter import Cost, OverLimitError
 from gateway.admission.limits import Remaining, TenantLimits
 from gateway.admission.shares import NOTHING, Amounts, Use
@@ -25,7 +24,6 @@ _NO_LIMIT = -1
 _NEVER = -1
 _UNSETTLED = -1
 _BY_SHARES = 10  # is added to the limit that refused if only shares were in the way
-_TICK_S = 0.01
 _TENANTS_PER_CALL = 50
 
 
@@ -87,7 +85,7 @@ class RedisLimiter:
             return self._admit(account, tenant, request_id, cost, limits)
         task = self._link.start(self._reserve(account, tenant, request_id, cost, limits))
         try:
-            if await self._is_answered(task, patience_s):
+            if await self._link.is_answered(task, patience_s):
                 remaining = task.result()
                 self._count(account, Reservation.of(tenant, cost.num_tokens, self._clock), request_id)
                 return remaining
@@ -103,19 +101,6 @@ class RedisLimiter:
             raise
         self._link.start(self._confirm(task, account, tenant, request_id))
         return remaining
-
-    async def _is_answered(self, task: asyncio.Task[Remaining], patience_s: float) -> bool:
-        """Whether the task is done before the store has been silent for so long, towards everybody."""
-        quiet_s, heard_at, tick_s = 0.0, self._link.heard_at, min(_TICK_S, patience_s / 4)
-        while not task.done():
-            if quiet_s >= patience_s:
-                return False
-            if await done_within(task, tick_s):
-                break
-            # A tick counts as one even if this program itself was held up meanwhile.
-            quiet_s = quiet_s + tick_s if self._link.heard_at == heard_at else 0.0
-            heard_at = self._link.heard_at
-        return True
 
     def _admit(self, account: Account, tenant: str, request_id: str, cost: Cost, limits: TenantLimits) -> Remaining:
         """Takes the cost from this gateway's share of the limits."""
@@ -204,6 +189,10 @@ class RedisLimiter:
                 await self._settle(tenant, request_id, use.tokens)
         elif request_id not in self._running:  # it has been charged, and has ended
             await self._settle(tenant, request_id, 0)
+
+    def is_confirmed(self, request_id: str) -> bool:
+        """Whether the store counts a running request already. See `Limiter.is_confirmed`."""
+        return request_id in self._running
 
     async def remaining(self, tenants: Mapping[str, TenantLimits]) -> list[Remaining]:
         """What is left of the limits of each now. See `Limiter.remaining`."""

@@ -15,7 +15,18 @@ from tests.chaos.traffic import Call, Traffic, is_whole
 # What may be there without a request: what is known of workers, flows and limits, and what is kept for a while.
 _LASTING = {
     *("gateways", "sequence", "announced", "announcements", "flow", "service", "worker", "serving", "reached", "inbox"),
-    *("window", "day", "limits", "shares", "recalled", "ledger", "ledger_owners", "ledger_reaped"),
+    *(
+        "window",
+        "day",
+        "limits",
+        "shares",
+        "recalled",
+        "tenants",
+        "tenants_version",
+        "ledger",
+        "ledger_owners",
+        "ledger_reaped",
+    ),
     *("journal", "passages", "job", "jobs"),
 }
 Record = dict[str, str]
