@@ -59,8 +59,7 @@ class MemoryForecast:
 
     def fits(self, remaining: int, held: int, capacity: int, without: Sequence[tuple[int, int]] = ()) -> bool:
         """Whether the peak with one more request is at most `capacity` tokens, with these loads out of the way."""
-        bound = self._bound + remaining + held - sum(map(sum, without))
-        if bound <= capacity:  # everybody at its end at once: no need to look closer
+        if self.surely_fits(remaining, held, capacity, without):
             return True
         changed = MemoryForecast(())
         changed._loads = self._loads.copy()
@@ -68,6 +67,10 @@ class MemoryForecast:
             changed.remove(*load)
         changed.add(remaining, held)
         return peak_tokens(changed._loads) <= capacity
+
+    def surely_fits(self, remaining: int, held: int, capacity: int, without: Sequence[tuple[int, int]] = ()) -> bool:
+        """The same, if everybody were at its end at once: no need to look closer."""
+        return self._bound + remaining + held - sum(map(sum, without)) <= capacity
 
     def _index(self, remaining: int, held: int) -> int:
         index = bisect_left(self._loads, (-remaining, -held), key=_descending)

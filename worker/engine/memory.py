@@ -118,6 +118,9 @@ class LookAhead(_Planned):
             return True
         forecast = self._forecast_of_all()
         without = [self._load(victim) for victim in victims]
+        unshared = self._bounded(request, self._manager.blocks_for(request, request.num_tokens))
+        if forecast.surely_fits(*unshared, self._capacity, without):  # even without a hit
+            return True
         # What it would hold that nobody holds now:
         load = self._bounded(request, self._manager.num_needed(request, request.num_tokens))
         return forecast.fits(*load, self._capacity, without)
@@ -159,11 +162,11 @@ class LookAhead(_Planned):
 
     def _forecast_of_all(self) -> MemoryForecast:
         if self._forecast is None:
-            self._forecast = MemoryForecast(map(self._load, self._running))
+            own = [_num_own_blocks(request) for request in self._running]
+            self._forecast = MemoryForecast(map(self._bounded, self._running, own))
             # Blocks that nobody took for itself, or whoever did has ended, stay for as long as anybody is there.
             manager = self._manager
-            num_own = sum(map(_num_own_blocks, self._running)) - manager.num_promised  # those that are taken
-            num_shared = manager.counts.referenced - num_own
+            num_shared = manager.counts.referenced - (sum(own) - manager.num_promised)
             num_own_blocks = manager.pool.num_usable - max(0, num_shared)
             self._capacity = num_own_blocks * manager.block_size // manager.num_tables
         return self._forecast

@@ -313,10 +313,14 @@ class Scheduler:
         """Whether a waiting request finds a slot and memory; as many candidates are preempted for it as that takes."""
         if self._free_slots and self.memory.fits(request):
             return True
-        if not candidates or not self.memory.fits(request, candidates):
+        if not candidates:
             return False
-        counts = range(1, len(candidates))  # all of them are enough; maybe fewer are
-        count = 1 + bisect_left(counts, True, key=lambda count: self.memory.fits(request, candidates[:count]))
+        count = 1  # is enough where slots are short and memory is not
+        if not self.memory.fits(request, candidates[:1]):
+            if not self.memory.fits(request, candidates):
+                return False
+            counts = range(2, len(candidates))  # all of them are enough; maybe fewer are
+            count = 2 + bisect_left(counts, True, key=lambda count: self.memory.fits(request, candidates[:count]))
         for victim in candidates[:count]:
             self.memory.leave(victim)
             self.preempt(victim)
