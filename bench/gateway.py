@@ -238,7 +238,8 @@ async def measure(plan: Plan, source: Path) -> Result:
 
 async def measure_admissions_warm(system: Deployment) -> None:
     """Lets everything be used once before anything is measured."""
-    await asyncio.gather(*(client.complete(4, timeout_s=60) for client in system.clients))
+    async with asyncio.timeout(START_S):
+        await asyncio.gather(*(client.wait_until_served() for client in system.clients))
 
 
 async def measure_all(plan: Plan, sources: dict[str, Path], rounds: int) -> tuple[dict[str, list[Result]], float]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import AsyncGenerator
 from types import TracebackType
@@ -54,3 +55,13 @@ class RawClient:
     async def complete(self, num_tokens: int, *, timeout_s: float) -> None:
         """A whole answer, not looked at. Raises grpc.aio.AioRpcError unless it is one."""
         await self._complete(self._request(num_tokens), timeout=timeout_s, metadata=self._metadata)
+
+    async def wait_until_served(self) -> None:
+        """Returns when the gateway process at the other end of this connection gives answers."""
+        while True:
+            try:
+                return await self.complete(4, timeout_s=60)
+            except grpc.aio.AioRpcError as error:
+                if error.code() is not grpc.StatusCode.UNAVAILABLE:
+                    raise
+            await asyncio.sleep(0.1)

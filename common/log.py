@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import sys
 
 import structlog
 
 _LEVELS = {"debug": logging.DEBUG, "info": logging.INFO, "warning": logging.WARNING, "error": logging.ERROR}
+
+
+_encode = json.JSONEncoder(default=repr).encode  # made once: json.dumps would make one for every line
+
+
+def _to_json(event: structlog.typing.EventDict, **_: object) -> str:
+    return _encode(event)
 
 
 def setup_logging(level: str, log_format: str, *, program: str) -> None:
@@ -29,7 +37,7 @@ def setup_logging(level: str, log_format: str, *, program: str) -> None:
         structlog.processors.StackInfoRenderer(),
     ]
     if is_json:
-        processors += [structlog.processors.format_exc_info, structlog.processors.JSONRenderer()]
+        processors += [structlog.processors.format_exc_info, structlog.processors.JSONRenderer(_to_json)]
     else:
         # The rich traceback would show local variables, and so prompts.
         renderer = structlog.dev.ConsoleRenderer(

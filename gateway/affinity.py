@@ -38,6 +38,6 @@ class Affinity:
             if event.cached_prompt_tokens < len(live.request.prompt_token_ids):  # else more may have been found
                 self._cached.correct(live.belief, event.cached_prompt_tokens)
             live.belief = None
-        if event.finish_reason is not None:
+        if event.finish_reason is not None and live.has_filled_blocks(len(event.token_ids)):
             tokens = (*live.request.prompt_token_ids, *live.output_token_ids, *event.token_ids)
             self._cached.note(claim.worker_id, claim.worker_epoch, Prefix(tokens, live.request.prefix_salt))

@@ -272,9 +272,8 @@ class Handler:
         """Decides, within the patience with the store: a request that has its part of the limits waits for it if need
         be, and its client is told that it is accepted."""
         patience_s = 0.0 if self._store.is_lost else self._settings.store_patience_s
-        # In steps of their own: if the client leaves now, it must still be known what was written.
-        live.admission = self._background.spawn(self._reserve(live, patience_s), "reserve")
-        await asyncio.shield(live.admission)
+        await self._reserve(live, patience_s)
+        # In a step of its own: if the client leaves now, it must still be known what was written.
         live.admission = self._background.spawn(self._enter_queue(live), "admission")
         if not self._limiter.is_confirmed(live.fleet_id):
             patience_s = 0.0  # the store has been silent for so long already
@@ -283,6 +282,7 @@ class Handler:
         return Accepted(live.request, live.remaining)
 
     async def _reserve(self, live: LiveRequest, patience_s: float) -> None:
+        """If the client leaves meanwhile, the limiter itself undoes it."""
         request = live.request
         cost, tenant = Cost(len(request.prompt_token_ids), request.sampling.max_tokens), request.tenant
         live.remaining = await self._limiter.reserve(

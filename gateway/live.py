@@ -111,6 +111,11 @@ class LiveRequest:
         """Tokens that a worker has to compute before the next new one."""
         return len(self.request.prompt_token_ids) + len(self.output_token_ids)
 
+    def has_filled_blocks(self, num_new_tokens: int) -> bool:
+        """Whether its output, with so many tokens more, has filled a block that a later request could find."""
+        num_prompt_tokens, block_size = len(self.request.prompt_token_ids), self.request.model.limits.block_size
+        return (self.num_input_tokens + num_new_tokens - 1) // block_size > (num_prompt_tokens - 1) // block_size
+
     @property
     def num_payable_prompt_tokens(self) -> int:
         """Prompt tokens that this run pays for: none, if a former run has."""
