@@ -38,22 +38,28 @@ class Extent:
     num_requests: int
     batch_sizes: tuple[int, ...]
     scale: float  # of the mixes' lengths
+    kv_cache_mib: int  # little enough for memory to be short
 
 
-FULL = Extent(30, (8, 16, 32), 1.0)
-QUICK = Extent(10, (4,), 0.5)
+FULL = Extent(24, (8, 16), 1.0, 96)
+QUICK = Extent(10, (4,), 0.5, 20)
+TRACE = Path(__file__).with_name("azure_conversations.csv")
+"""Rows 60 to 119 of AzureLLMInferenceTrace_conv (Azure Public Dataset, CC-BY-4.0; Patel et al., Splitwise:
+Efficient Generative LLM Inference Using Phase Splitting, ISCA 2024)."""
 
 
 def modes(
-    trace: Annotated[Path | None, typer.Option(help="A trace to be served too (.csv, .jsonl).")] = None,
+    trace: Annotated[Path, typer.Option(help="A trace to be served too (.csv, .jsonl); default: some chats.")] = TRACE,
     rows: Annotated[str, typer.Option(help="Rows of the trace, START:END from 0; default: as many as a mix has.")] = "",
-    trace_scale: Annotated[float, typer.Option(min=0.001, help="Multiplies the trace's lengths.")] = 0.2,
-    quick: Annotated[bool, typer.Option("--quick", help="A minute or two instead of ten: less of everything.")] = False,
+    trace_scale: Annotated[float, typer.Option(min=0.001, help="Multiplies the trace's lengths.")] = 0.3,
+    quick: Annotated[bool, typer.Option("--quick", help="Minutes, not ten: less of everything.")] = False,
     num_requests: Annotated[
-        int | None, typer.Option("--num-requests", "-n", min=4, help="Requests of a mix; default 30, quick 10.")
+        int | None, typer.Option("--num-requests", "-n", min=4, help="Requests of a mix; default 24, quick 10.")
     ] = None,
-    batch_sizes: Annotated[str, typer.Option(help="max_num_seqs that are tried; default 8,16,32, quick 4.")] = "",
-    kv_cache_mib: Annotated[int, typer.Option(min=8, help="Memory of the KV cache, the same for all modes.")] = 96,
+    batch_sizes: Annotated[str, typer.Option(help="max_num_seqs that are tried; default 8,16, quick 4.")] = "",
+    kv_cache_mib: Annotated[
+        int | None, typer.Option(min=8, help="Memory of the KV cache, the same for all modes; default 96, quick 20.")
+    ] = None,
     model: Annotated[Path | None, typer.Option(help="GGUF file or Hugging Face folder; else the default one.")] = None,
     dtype: Annotated[str, typer.Option(help="auto, bfloat16 or float32.")] = "auto",
     threads: Annotated[int, typer.Option(min=1, help="Compute threads.")] = 2,
@@ -72,14 +78,15 @@ def modes(
         raise typer.BadParameter(f"--page writes into {PAGE}, which is not here: run it in the project's folder")
     extent = QUICK if quick else FULL
     sizes = _sizes(batch_sizes) if batch_sizes else extent.batch_sizes
-    extent = Extent(num_requests or extent.num_requests, sizes, extent.scale)
+    memory_mib = kv_cache_mib or extent.kv_cache_mib
+    extent = Extent(num_requests or extent.num_requests, sizes, extent.scale, memory_mib)
     if dtype not in ("auto", "bfloat16", "float32"):
         raise typer.BadParameter(f"--dtype {dtype!r}: allowed are auto, bfloat16 and float32")
     console = Console()
     from bench.modes.session import OpenError, open_model  # here, because loading torch takes seconds
 
     try:
-        opened = open_model(model, dtype, kv_cache_mib, max(sizes), threads, console)
+        opened = open_model(model, dtype, memory_mib, max(sizes), threads, console)
         workloads = _workloads(extent, trace, rows, trace_scale, seed, opened.limits)
     except TraceError as error:
         raise typer.BadParameter(str(error)) from error
@@ -106,7 +113,7 @@ def modes(
         versions = surroundings(is_local=False)["versions"]
         lines = [
             f"`{command}`, {datetime.now(UTC):%Y-%m-%d}: {machine()}",
-            f"{facts['model_id']}, {facts['dtype']}, {kv_cache_mib} MiB of KV cache, {threads} threads; {versions}",
+            f"{facts['model_id']}, {facts['dtype']}, {memory_mib} MiB of KV cache, {threads} threads; {versions}",
         ]
         replace_block(PAGE, PAGE_BLOCK, markdown(figures, lines))
 
@@ -154,17 +161,16 @@ def _write(
 
 
 def _workloads(
-    extent: Extent, trace: Path | None, rows: str, trace_scale: float, seed: int, limits: ModelLimits
+    extent: Extent, trace: Path, rows: str, trace_scale: float, seed: int, limits: ModelLimits
 ) -> list[Workload]:
     """The mixes and the trace. Raises TraceError."""
     made = [
         mix(name, extent.num_requests, seed=seed, vocab_size=limits.vocab_size, scale=extent.scale) for name in MIXES
     ]
-    if trace is not None:
-        first, end = parse_range(rows or f":{extent.num_requests}")
-        loaded = load_trace(trace, first_row=first, end_row=end, seed=seed)
-        longest = min(limits.context_length, limits.num_blocks * limits.block_size // 4)
-        made.append(replayed(loaded, scale=trace_scale, max_tokens=longest, seed=seed, vocab_size=limits.vocab_size))
+    first, end = parse_range(rows or f":{extent.num_requests}")
+    loaded = load_trace(trace, first_row=first, end_row=end, seed=seed)
+    longest = min(limits.context_length, limits.num_blocks * limits.block_size // 4)
+    made.append(replayed(loaded, scale=trace_scale, max_tokens=longest, seed=seed, vocab_size=limits.vocab_size))
     return made
 
 

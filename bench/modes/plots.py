@@ -32,14 +32,24 @@ def overview(workloads: Sequence[WorkloadFigures]) -> Figure:
 
 
 def _throughput(axes: Axes, figures: WorkloadFigures) -> None:
+    sizes = sorted({trial.setting.max_num_seqs for each in figures.modes for trial in each.saturated})
+    if len(sizes) > 1:
+        _throughput_by_size(axes, figures, sizes)
+        return
+    for position, mode in enumerate(figures.modes):
+        axes.bar(position, mode.best.output_rate, 0.6, color=_colour(mode))
+    axes.set_xticks(range(len(figures.modes)), [mode.mode for mode in figures.modes], fontsize=8)
+    _finish(axes, f"{figures.workload.name}: output tokens/s", f"max_num_seqs {sizes[0]}")
+
+
+def _throughput_by_size(axes: Axes, figures: WorkloadFigures, all_sizes: Sequence[int]) -> None:
     for each in figures.modes:
         sizes = [trial.setting.max_num_seqs for trial in each.saturated]
         rates = [trial.output_rate for trial in each.saturated]
         axes.plot(sizes, rates, "o-", color=_colour(each), label=each.mode, markersize=4)
         axes.plot(each.best.setting.max_num_seqs, each.best.output_rate, "*", color=_colour(each), markersize=13)
-    sizes = sorted({trial.setting.max_num_seqs for each in figures.modes for trial in each.saturated})
     axes.set_xscale("log")
-    axes.set_xticks(sizes, [str(size) for size in sizes])
+    axes.set_xticks(all_sizes, [str(size) for size in all_sizes])
     axes.minorticks_off()
     axes.set_ylim(0, 1.1 * max(trial.output_rate for each in figures.modes for trial in each.saturated))
     axes.legend(fontsize=8, framealpha=0.85, edgecolor="none")

@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from bench.modes.cli import TRACE
 from bench.modes.workloads import LONG, MIXES, SHORT, SYSTEM_PROMPT, mix, replayed
-from bench.traces import Trace, TraceRow
+from bench.traces import Trace, TraceRow, load_trace
 
 VOCAB_SIZE = 40_000
 
@@ -45,6 +46,14 @@ def test_a_trace_keeps_its_pattern_and_says_what_was_cut() -> None:
     assert [(len(job.prompt), job.num_output) for job in made.jobs] == [(200, 5), (20, 200), (20, 10)]
     assert made.unit_arrivals == pytest.approx((0.0, 0.75, 3.0))
     assert "rows 7:10 of 100, lengths times 0.5, 2 requests shortened to 200 tokens" in made.note
+
+
+def test_the_trace_that_comes_with_the_modes_has_short_and_long_answers_and_arrivals() -> None:
+    trace = load_trace(TRACE)
+    made = replayed(trace, scale=0.3, max_tokens=1000, seed=0, vocab_size=VOCAB_SIZE)
+    assert (len(trace.rows), trace.num_rows_in_file, trace.has_arrivals) == (60, 60, True)
+    assert 0 < made.num_long < 30 < len(made.jobs)
+    assert list(made.unit_arrivals) == sorted(made.unit_arrivals)
 
 
 def test_a_trace_without_arrivals_gets_random_ones() -> None:
