@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
 
 from common.clock import Clock
 from common.types import Reason
@@ -25,11 +26,6 @@ class Reservation:
     tokens: int
     at: float
     time: float
-
-    @classmethod
-    def of(cls, tenant: str, tokens: int, clock: Clock) -> Reservation:
-        """Taken now."""
-        return cls(tenant, tokens, clock.monotonic(), clock.time())
 
     def use(self, request_id: str) -> Use:
         """The same, as something that the store has to be told."""
@@ -68,6 +64,130 @@ class Account:
         self.share.held = NOTHING
 
 
+@dataclass(frozen=True, slots=True)
+class ShareCall:
+    """A call that renews the shares of these tenants: its number for each, and what the script takes of them."""
+
+    tenants: Sequence[str]
+    numbers: Sequence[int]
+    arguments: Sequence[Argument]
+    sent_at: float  # monotonic seconds
+
+
+class Accounts:
+    """All tenants that have been here lately, and their running requests that the store counts. No I/O."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._by_tenant: dict[str, Account] = {}
+        self.running: dict[str, Reservation] = {}  # by request id, counted by the store and not settled
+
+    @property
+    def tenants(self) -> list[str]:
+        """Ids of the tenants."""
+        return list(self._by_tenant)
+
+    def find(self, tenant: str) -> Account | None:
+        """The account of a tenant that has been here."""
+        return self._by_tenant.get(tenant)
+
+    def of(self, tenant: str, limits: TenantLimits) -> Account:
+        """The account of a tenant that has just sent a request."""
+        account = self._by_tenant.setdefault(tenant, Account())
+        account.touch(limits, self._clock.monotonic())
+        return account
+
+    def day_offset(self, limits: TenantLimits) -> int:
+        """Microseconds that the tenant's day is ahead of UTC."""
+        offset = limits.day_offset(datetime.fromtimestamp(self._clock.time(), UTC))
+        return microseconds(offset.total_seconds())
+
+    def reservation(self, tenant: str, tokens: int) -> Reservation:
+        """Something taken now."""
+        return Reservation(tenant, tokens, self._clock.monotonic(), self._clock.time())
+
+    def reservation_of(self, tenant: str, use: Use) -> Reservation:
+        """A use of a share, which the store counts now."""
+        return Reservation(tenant, use.tokens, use.at, use.at + self._clock.time() - self._clock.monotonic())
+
+    def count(self, request_id: str, reservation: Reservation) -> None:
+        """The store counts this running request."""
+        account = self._by_tenant.get(reservation.tenant)
+        if request_id not in self.running and account is not None:
+            self.running[request_id] = reservation
+            account.recent.add(reservation.at, reservation.time, 1, reservation.tokens)
+
+    def settle(self, request_id: str, tokens: int) -> None:
+        """It has ended, with so many tokens."""
+        reservation = self.running.pop(request_id, None)
+        account = self._by_tenant.get(reservation.tenant) if reservation is not None else None
+        if reservation is not None and account is not None:
+            account.recent.add(reservation.at, reservation.time, 0, tokens - reservation.tokens)
+
+    def owe(self, request_ids: Iterable[str]) -> None:
+        """The store has lost these, if they still run."""
+        for request_id in request_ids:
+            reservation = self.running.pop(request_id, None)
+            account = self._by_tenant.get(reservation.tenant) if reservation is not None else None
+            if reservation is not None and account is not None:
+                account.recent.add(reservation.at, reservation.time, -1, -reservation.tokens)
+                account.share.owe([reservation.use(request_id)])
+
+    def owe_everything(self) -> None:
+        """The store has lost all that it knew."""
+        now, time = self._clock.monotonic(), self._clock.time()
+        self.owe(list(self.running))
+        for account in self._by_tenant.values():
+            account.share.drop_sums()
+            account.share.owe(account.recent.sums(now, time))
+            account.is_touched = True
+
+    def due(self, recalled: set[str], lease_s: float) -> list[str]:
+        """Tenants of which the store should hear now."""
+        now = self._clock.monotonic()
+        return [
+            tenant for tenant, account in self._by_tenant.items() if tenant in recalled or account.is_due(now, lease_s)
+        ]
+
+    def begin_call(self, tenants: Sequence[str]) -> ShareCall:
+        """What there is to tell of them."""
+        now = self._clock.monotonic()
+        numbers: list[int] = []
+        arguments: list[Argument] = []
+        for tenant in tenants:
+            account = self._by_tenant[tenant]
+            account.is_touched = False
+            number, kept, uses = account.share.begin_call(now)
+            numbers.append(number)
+            arguments += [tenant, number, *limit_arguments(account.limits), self.day_offset(account.limits)]
+            arguments += [*amounts_of(kept), len(uses), *_use_arguments(uses, now)]
+        return ShareCall(tenants, numbers, arguments, now)
+
+    def end_call(self, call: ShareCall, answers: Sequence[Sequence[int]], lease_s: float) -> None:
+        """Takes in the new shares; what the call told is charged."""
+        for tenant, number, amounts in zip(call.tenants, call.numbers, answers, strict=True):
+            account = self._by_tenant[tenant]
+            until = call.sent_at + lease_s
+            for use in account.share.granted(number, Amounts(*amounts), until) if amounts else ():
+                reservation = self.reservation_of(tenant, use)
+                if use.state.is_over:
+                    account.recent.add(reservation.at, reservation.time, use.requests, use.tokens)
+                else:
+                    self.count(use.request_id, reservation)
+
+    def leave_idle(self) -> list[str]:
+        """Forgets what is old; tenants whose shares are to be given back."""
+        now, time = self._clock.monotonic(), self._clock.time()
+        idle = [tenant for tenant, account in self._by_tenant.items() if account.is_idle(now)]
+        for tenant in idle:
+            self._by_tenant[tenant].leave()
+        for tenant, account in list(self._by_tenant.items()):
+            account.recent.forget_old(now, time)
+            if account.is_forgotten(now):
+                del self._by_tenant[tenant]
+        return idle
+
+
 def limit_arguments(limits: TenantLimits) -> list[Argument]:
     """The four limits and the allowance for requests at once, as scripts take them."""
     numbers = (
@@ -85,7 +205,7 @@ def amounts_of(amounts: Amounts) -> list[Argument]:
     return [amounts.requests, amounts.tokens, amounts.concurrent, amounts.tokens_today]
 
 
-def use_arguments(uses: Iterable[Use], now: float) -> Iterator[Argument]:
+def _use_arguments(uses: Iterable[Use], now: float) -> Iterator[Argument]:
     """Uses of a share, as the script takes them."""
     for use in uses:
         ago = microseconds(max(now - use.at, 0.0))

@@ -6,7 +6,6 @@ import asyncio
 import secrets
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from typing import Any
 
 from common.clock import Clock
@@ -14,10 +13,10 @@ from common.errors import LimitExceededError, UnavailableError
 from common.types import Reason
 from gateway.admission.limiter import Cost, OverLimitError
 from gateway.admission.limits import Remaining, TenantLimits
-from gateway.admission.shares import NOTHING, Amounts, Use
+from gateway.admission.shares import NOTHING, Amounts
 from gateway.store.connection import Argument, Link, Script, Trunk, microseconds, read_script, text
 from gateway.store.keys import PoolKeys
-from gateway.store.limiter_accounts import Account, Reservation, amounts_of, limit_arguments, refusal_of, use_arguments
+from gateway.store.limiter_accounts import Account, Accounts, Reservation, amounts_of, limit_arguments, refusal_of
 
 _PRELUDES = ("clock", "common", "limits")
 _NO_LIMIT = -1
@@ -68,26 +67,25 @@ class RedisLimiter:
         self._link = Link(store, timeout_s=bounds.timeout_s)
         names = ("reserve", "settle", "renew", "share", "leave_shares", "budgets")
         self._scripts = {name: Script(name, _PRELUDES, read_script) for name in names}
-        self._accounts: dict[str, Account] = {}
-        self._running: dict[str, Reservation] = {}  # by request id, counted by the store and not settled
+        self._accounts = Accounts(clock)
         self._unsettled: dict[str, tuple[str, int]] = {}  # request id -> tenant, tokens used: the store did not answer
         self._generation = ""  # of the store's content, as the last renewal found it
 
     def __repr__(self) -> str:
-        return f"RedisLimiter(pool={self._keys.pool}, running={len(self._running)})"
+        return f"RedisLimiter(pool={self._keys.pool}, running={len(self._accounts.running)})"
 
     async def reserve(
         self, tenant: str, request_id: str, cost: Cost, limits: TenantLimits, *, patience_s: float = 60.0
     ) -> Remaining:
         """Takes the whole cost, or raises LimitExceededError and writes nothing. See `Limiter.reserve`."""
-        account = self._account(tenant, limits)
+        account = self._accounts.of(tenant, limits)
         if patience_s <= 0:
             return self._admit(account, tenant, request_id, cost, limits)
         task = self._link.start(self._reserve(account, tenant, request_id, cost, limits))
         try:
             if await self._link.is_answered(task, patience_s):
                 remaining = task.result()
-                self._count(account, Reservation.of(tenant, cost.num_tokens, self._clock), request_id)
+                self._counted(request_id, self._accounts.reservation(tenant, cost.num_tokens))
                 return remaining
         except asyncio.CancelledError:
             self._link.start(self._withdraw(task, tenant, request_id))
@@ -130,12 +128,10 @@ class RedisLimiter:
             raise self._refusal(refusal % _BY_SHARES, tenant, tokens, limits, wait, remaining)
         return remaining
 
-    def _count(self, account: Account, reservation: Reservation, request_id: str) -> None:
+    def _counted(self, request_id: str, reservation: Reservation) -> None:
         """The store counts this running request."""
-        if request_id not in self._running:
-            self._unsettled.pop(request_id, None)
-            self._running[request_id] = reservation
-            account.recent.add(reservation.at, reservation.time, 1, reservation.tokens)
+        self._unsettled.pop(request_id, None)
+        self._accounts.count(request_id, reservation)
 
     async def _take(
         self, tenant: str, request_id: str, tokens: int, limits: TenantLimits, kept: tuple[int, Amounts] | None = None
@@ -145,7 +141,7 @@ class RedisLimiter:
             request_id,
             tokens,
             *limit_arguments(limits),
-            self._day_offset(limits),
+            self._accounts.day_offset(limits),
             microseconds(self._settings.lease_s),
             self._gateway_id,
             self._generation,
@@ -154,10 +150,6 @@ class RedisLimiter:
             arguments += [kept[0], *amounts_of(kept[1])]
         reply: list[int] = await self._run("reserve", *arguments)
         return reply
-
-    def _day_offset(self, limits: TenantLimits) -> int:
-        offset = limits.day_offset(datetime.fromtimestamp(self._clock.time(), UTC))
-        return microseconds(offset.total_seconds())
 
     def _refusal(
         self, limit: int, tenant: str, tokens: int, limits: TenantLimits, wait: int, remaining: Remaining
@@ -184,41 +176,38 @@ class RedisLimiter:
             return
         use = account.share.forget(request_id)
         if use is not None:
-            self._count(account, self._reservation(tenant, use), request_id)
+            self._counted(request_id, self._accounts.reservation_of(tenant, use))
             if use.state.is_over:
                 await self._settle(tenant, request_id, use.tokens)
-        elif request_id not in self._running:  # it has been charged, and has ended
+        elif request_id not in self._accounts.running:  # it has been charged, and has ended
             await self._settle(tenant, request_id, 0)
 
     def is_confirmed(self, request_id: str) -> bool:
         """Whether the store counts a running request already. See `Limiter.is_confirmed`."""
-        return request_id in self._running
+        return request_id in self._accounts.running
 
     async def remaining(self, tenants: Mapping[str, TenantLimits]) -> list[Remaining]:
         """What is left of the limits of each now. See `Limiter.remaining`."""
         arguments: list[Argument] = []
         for tenant, limits in tenants.items():
-            arguments += [tenant, *limit_arguments(limits)[:4], self._day_offset(limits)]
+            arguments += [tenant, *limit_arguments(limits)[:4], self._accounts.day_offset(limits)]
         left = await self._run("budgets", *arguments)
         return [_remaining(left[start : start + 4]) for start in range(0, len(left), 4)]
 
     def held(self, tenant: str) -> Amounts:
         """What this gateway may admit for a tenant without the store, besides what it has."""
-        account = self._accounts.get(tenant)
+        account = self._accounts.find(tenant)
         return NOTHING if account is None else account.share.held
 
     async def settle(self, tenant: str, request_id: str, *, num_prompt_tokens: int, num_output_tokens: int) -> None:
         """Replaces the reservation by what was used. See `Limiter.settle`."""
         tokens = num_prompt_tokens + num_output_tokens
-        account = self._accounts.get(tenant)
+        account = self._accounts.find(tenant)
         if account is None or not account.share.end(request_id, tokens):
             await self._settle(tenant, request_id, tokens)
 
     async def _settle(self, tenant: str, request_id: str, tokens: int) -> None:
-        reservation = self._running.pop(request_id, None)
-        account = self._accounts.get(tenant)
-        if reservation is not None and account is not None:
-            account.recent.add(reservation.at, reservation.time, 0, tokens - reservation.tokens)
+        self._accounts.settle(request_id, tokens)
 
         def note(reply: asyncio.Future[Any]) -> None:
             if not reply.cancelled() and isinstance(reply.exception(), UnavailableError):
@@ -235,110 +224,46 @@ class RedisLimiter:
 
     async def _renew(self) -> None:
         arguments: list[Argument] = [microseconds(self._settings.lease_s), self._generation, secrets.token_hex(8)]
-        for request_id, reservation in self._running.items():
+        for request_id, reservation in self._accounts.running.items():
             arguments += [reservation.tenant, request_id]
         generation, unknown, recalled = await self._run("renew", *arguments)
         if self._generation and text(generation) != self._generation:
-            self._owe_everything()
+            self._accounts.owe_everything()
         else:
-            self._owe([text(request_id) for request_id in unknown])
+            self._accounts.owe([text(request_id) for request_id in unknown])
         self._generation = text(generation)
         await self._share({text(tenant) for tenant in recalled})
         for request_id, (tenant, tokens) in list(self._unsettled.items()):
             await self._run("settle", tenant, request_id, tokens)
             self._unsettled.pop(request_id, None)
 
-    def _owe(self, request_ids: list[str]) -> None:
-        """The store has lost these, if they still run."""
-        for request_id in request_ids:
-            reservation = self._running.pop(request_id, None)
-            account = self._accounts.get(reservation.tenant) if reservation is not None else None
-            if reservation is not None and account is not None:
-                account.recent.add(reservation.at, reservation.time, -1, -reservation.tokens)
-                account.share.owe([reservation.use(request_id)])
-
-    def _owe_everything(self) -> None:
-        now, time = self._clock.monotonic(), self._clock.time()
-        self._owe(list(self._running))
-        for account in self._accounts.values():
-            account.share.drop_sums()
-            account.share.owe(account.recent.sums(now, time))
-            account.is_touched = True
-
     async def _share(self, recalled: set[str]) -> None:
         """Charges uses of the shares, and renews those of tenants that are active or have something to tell."""
-        now = self._clock.monotonic()
-        due = [
-            tenant
-            for tenant, account in self._accounts.items()
-            if tenant in recalled or account.is_due(now, self._settings.outage_s)
-        ]
+        bounds, accounts = self._settings, self._accounts
+        due = accounts.due(recalled, bounds.outage_s)
         for start in range(0, len(due), _TENANTS_PER_CALL):
-            await self._share_some(due[start : start + _TENANTS_PER_CALL])
-        idle = [tenant for tenant, account in self._accounts.items() if account.is_idle(now)]
+            call = accounts.begin_call(due[start : start + _TENANTS_PER_CALL])
+            answers = await self._run(
+                "share",
+                self._gateway_id,
+                microseconds(bounds.outage_s),
+                round(bounds.outage_share * 1000),
+                microseconds(bounds.lease_s),
+                *call.arguments,
+            )
+            accounts.end_call(call, answers, bounds.outage_s)
+        idle = accounts.leave_idle()
         if idle:
-            for tenant in idle:
-                self._accounts[tenant].leave()
             await self._run("leave_shares", self._gateway_id, *idle)
-        for tenant, account in list(self._accounts.items()):
-            account.recent.forget_old(now, self._clock.time())
-            if account.is_forgotten(now):
-                del self._accounts[tenant]
-
-    async def _share_some(self, tenants: list[str]) -> None:
-        bounds, now = self._settings, self._clock.monotonic()
-        arguments: list[Argument] = [
-            self._gateway_id,
-            microseconds(bounds.outage_s),
-            round(bounds.outage_share * 1000),
-            microseconds(bounds.lease_s),
-        ]
-        numbers: list[int] = []
-        for tenant in tenants:
-            account = self._accounts[tenant]
-            account.is_touched = False
-            number, kept, uses = account.share.begin_call(now)
-            numbers.append(number)
-            arguments += [
-                tenant,
-                number,
-                *limit_arguments(account.limits),
-                self._day_offset(account.limits),
-                *amounts_of(kept),
-            ]
-            arguments += [len(uses), *use_arguments(uses, now)]
-        answers = await self._run("share", *arguments)
-        for tenant, number, granted in zip(tenants, numbers, answers, strict=True):
-            if granted:
-                self._granted(tenant, number, Amounts(*granted), now + bounds.outage_s)
-
-    def _granted(self, tenant: str, number: int, amounts: Amounts, until: float) -> None:
-        account = self._accounts[tenant]
-        for use in account.share.granted(number, amounts, until):
-            reservation = self._reservation(tenant, use)
-            if use.state.is_over:
-                account.recent.add(reservation.at, reservation.time, use.requests, use.tokens)
-            else:
-                self._count(account, reservation, use.request_id)
-
-    def _reservation(self, tenant: str, use: Use) -> Reservation:
-        return Reservation(tenant, use.tokens, use.at, use.at + self._clock.time() - self._clock.monotonic())
-
-    def _account(self, tenant: str, limits: TenantLimits) -> Account:
-        account = self._accounts.get(tenant)
-        if account is None:
-            account = self._accounts[tenant] = Account()
-        account.touch(limits, self._clock.monotonic())
-        return account
 
     async def close(self) -> None:
         """Tells what is left to tell, gives the shares back, closes connections. What is reserved stays so until its
         leases expire."""
         await self._link.finish_steps()
         try:
-            if self._accounts and self._generation:
+            if self._accounts.tenants and self._generation:
                 await self._share(set())
-                await self._run("leave_shares", self._gateway_id, *self._accounts)
+                await self._run("leave_shares", self._gateway_id, *self._accounts.tenants)
         except UnavailableError:  # they expire
             pass
         finally:
