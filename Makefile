@@ -29,7 +29,7 @@ run: $(VENV)/.installed-run  ## Start redis, a worker and a gateway, show a firs
 demo: $(VENV)/.installed-run  ## Three tenants chat at once; a table closes it
 	@exec $(BIN)/python -m launcher demo $(ARGS)
 
-bench-peers: $(VENV)/.installed-dev  ## Our engine beside others on the same work; writes the table of docs/performance.md
+bench-peers: $(VENV)/.installed-dev  ## Our engine beside others, and behind its gateway, on the same work (ten minutes)
 	$(BIN)/python -m bench.peers $(ARGS)
 
 bench-modes: $(VENV)/.installed-dev  ## The five batching modes on the same requests, side by side (ten minutes)

@@ -88,7 +88,7 @@ def run_child(
 ) -> Outcome:
     """Runs one engine in a process of its own; its output goes to a log, its measurements are shown as they come.
 
-    It is killed after `limit_s` seconds.
+    It is killed after `limit_s` seconds, and where this process is killed.
     """
     log = STATE / f"{name}.log"
     measurements: list[Measurement] = []
@@ -97,7 +97,7 @@ def run_child(
         log.open("w") as output,
         console.status(f"{name}: loading and warming up (log: {log})") as status,
         subprocess.Popen(
-            command,
+            [sys.executable, "-m", "launcher.child", str(os.getpid()), *command],
             cwd=ROOT,
             env=environment,
             stdout=subprocess.PIPE,

@@ -169,6 +169,22 @@ async def test_a_trace_is_replayed_and_described(options: Make, tmp_path: Path) 
     assert document["tenant_ids"] == ["acme", "bulk", "bulk", "acme"]
 
 
+async def test_the_page_is_written_when_all_was_measured(
+    options: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    page = tmp_path / "docs" / "performance.md"
+    page.parent.mkdir()
+    page.write_text("before\n<!-- begin load -->\nNot measured yet.\n<!-- end load -->\nafter\n")
+    async with serving(StandInGateway()) as address:
+        await run(options(address, command="python -m bench load mixed --page"))
+    text = page.read_text()
+    assert "`python -m bench load mixed --page`" in text
+    assert "Not measured yet" not in text
+    assert text.startswith("before\n")
+    assert text.endswith("after\n")
+
+
 async def test_the_pictures_of_a_real_run(options: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("matplotlib", reason="the extra 'bench' is not installed")
     monkeypatch.setattr("bench.load.plots.DPI", 30)
