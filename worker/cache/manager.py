@@ -113,10 +113,6 @@ class CacheManager:
         """Whether the KV of its tokens fits into the pool when nobody else is there."""
         return request.num_tokens <= self.max_tokens(request.windows)
 
-    def sees_all(self, request: Request) -> bool:
-        """Whether every token of it sees all before it, in every layer."""
-        return not request.windows and not self._is_windowed
-
     def num_seen(self, request: Request, num_tokens: int) -> float:
         """Tokens that the last of so many sees, as a mean over the block tables."""
         seen = (num_tokens if it is None else min(num_tokens, it.num_seen) for it in request.windows or self.windows)
@@ -194,9 +190,7 @@ class CacheManager:
     def slide(self, requests: Iterable[Request]) -> None:
         """Takes back the blocks that no token sees any more, the farthest first, and promises as many for what was
         reserved at admission. To be called between steps, before blocks are asked for."""
-        for request in requests:
-            if not (request.windows or self._is_windowed):
-                continue
+        for request in requests if self._is_windowed else [it for it in requests if it.windows]:
             windows = request.windows or self.windows
             for table, window in enumerate(windows):
                 if window is not None:

@@ -180,7 +180,7 @@ class LookAhead(_Planned):
         and all it will hold. A token takes room in every block table."""
         manager, remaining = self._manager, num_expected(request, self._share)
         held = num_held * manager.block_size // manager.num_tables
-        if manager.sees_all(request):
+        if not request.windows:
             return remaining, held
         most = manager.blocks_for(request, request.num_tokens + remaining) * manager.block_size // manager.num_tables
         return (remaining, held) if remaining + held <= most else (0, most)
