@@ -113,6 +113,10 @@ class CacheManager:
         """Whether the KV of its tokens fits into the pool when nobody else is there."""
         return request.num_tokens <= self.max_tokens(request.windows)
 
+    def sees_all(self, request: Request) -> bool:
+        """Whether every token of it sees all before it, in every layer."""
+        return not request.windows and not self._is_windowed
+
     def num_seen(self, request: Request, num_tokens: int) -> float:
         """Tokens that the last of so many sees, as a mean over the block tables."""
         seen = (num_tokens if it is None else min(num_tokens, it.num_seen) for it in request.windows or self.windows)
