@@ -44,9 +44,13 @@ class Bookkeeper:
         """Starts the loop."""
         background.run(self._loop, "bookkeeper")
 
+    def promise(self, live: LiveRequest) -> None:
+        """Its client is told that it is accepted: it gets a record, even if its end comes before that can be opened."""
+        live.record_id = live.record_id or self._choose_id()
+
     async def open(self, live: LiveRequest) -> None:
         """Says that it is accepted. Raises UnavailableError if that cannot be written down now; may be repeated."""
-        live.record_id = live.record_id or self._choose_id()
+        self.promise(live)
         record = self._record(live)
         self._noted[record.record_id] = record
         try:
@@ -56,7 +60,7 @@ class Bookkeeper:
             raise
 
     async def close(self, live: LiveRequest, outcome: Outcome) -> None:
-        """Writes what it has used and how it ended, now or later. Nothing for one that was never opened."""
+        """Writes what it has used and how it ended, now or later. Nothing for one that was not accepted."""
         if not live.record_id:
             return
         self._noted.pop(live.record_id, None)

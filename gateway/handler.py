@@ -279,6 +279,7 @@ class Handler:
             patience_s = 0.0  # the store has been silent for so long already
         if await self._is_answered(live.admission, patience_s):
             live.admission.result()
+        self._books.promise(live)
         return Accepted(live.request, live.remaining)
 
     async def _reserve(self, live: LiveRequest, patience_s: float) -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import grpc
 import pytest
+import redis as redis_client
 import structlog
 from google.rpc import error_details_pb2
 from grpc_health.v1 import health_pb2
@@ -153,6 +154,12 @@ async def test_waiting_for_the_store_has_an_end(rig: Rig, tmp_path: Path) -> Non
             assert answer.accepted is not None
             assert reason_of(answer.error) == "STORE_UNAVAILABLE"
         await until_health(client, "", SERVING)
+        with redis_client.Redis.from_url(redis.url, decode_responses=True) as store:
+            await eventually(lambda: len(store.keys("*:ledger")) == 1)
+            (ledger,) = store.keys("*:ledger")
+            ((_, record),) = store.xrange(ledger)
+        assert record["request_id"] == f"acme/{answer.accepted.request_id}", "what was accepted is in the books"
+        assert (record["outcome"], record["reason"]) == ("failed", "STORE_UNAVAILABLE")
     finally:
         redis.stop()
 
