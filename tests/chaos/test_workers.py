@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 
 import pytest
@@ -44,7 +45,9 @@ async def test_silent(cluster: Cluster, traffic: Traffic, harm: Callable[[Server
     async with traffic.running():
         await traffic.more()
         harm(cluster.workers[0])
+        harmed_at = time.monotonic()
         await cluster.until_seen(1)
+        print(f"noticed by all gateways after {time.monotonic() - harmed_at:.1f} s")
         assert all(gateway.node.events("worker_silent") for gateway in cluster.gateways)
         await traffic.more()
         await cluster.heal()
