@@ -20,6 +20,7 @@ from gateway.store.wire import Call, Wire, unavailable
 
 T = TypeVar("T")
 _TICK_S = 0.01
+_CLOSED = "the handler is closed"  # uvloop, of a connection whose loss it has noticed and not told yet
 _UNREACHABLE = (
     exceptions.ConnectionError,
     exceptions.TimeoutError,
@@ -58,6 +59,10 @@ def store_errors() -> Iterator[None]:
     try:
         yield
     except _UNREACHABLE as error:
+        raise unavailable(error) from error
+    except RuntimeError as error:
+        if _CLOSED not in str(error):
+            raise
         raise unavailable(error) from error
 
 

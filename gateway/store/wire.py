@@ -113,7 +113,8 @@ class Wire(asyncio.Protocol):
             self._flush()
 
     def _flush(self) -> None:
-        if self._transport is not None and not self.is_over:
+        # One that is closing would raise; that it is lost is told next.
+        if self._transport is not None and not self.is_over and not self._transport.is_closing():
             self._transport.write(b"".join(self._unsent))
         self._unsent.clear()
 

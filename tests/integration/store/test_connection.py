@@ -13,11 +13,13 @@ from typing import Any
 import pytest
 import pytest_asyncio
 import redis
+import uvloop
 
 from common.errors import UnavailableError
 from common.local_redis import LocalRedis
 from common.types import Reason
 from gateway.queueing.queue import InboxMessage, Place, WorkerRecord
+from gateway.store.connection import store_errors
 from gateway.store.redis_queue import QueueSettings, RedisQueue
 from tests.support.queueing import entry, eventually, ids, report
 from tests.support.redis import request_keys
@@ -200,3 +202,23 @@ async def test_a_thousand_calls_at_once_share_a_few_connections(
 def test_a_pool_name_that_could_break_the_hash_tag_is_refused(pool_name: str) -> None:
     with pytest.raises(ValueError, match="allowed are"):
         RedisQueue("redis://localhost", pool=pool_name, gateway_id="g1")
+
+
+def test_a_connection_that_breaks_in_this_very_moment_is_an_outage() -> None:
+    """The event loop that the gateway runs on raises an error of its own between a loss and the word of it."""
+
+    async def main() -> None:
+        server = await asyncio.start_server(lambda _, writer: writer.close(), "127.0.0.1", 0)
+        port = server.sockets[0].getsockname()[1]
+        transport, _ = await asyncio.get_running_loop().create_connection(asyncio.Protocol, "127.0.0.1", port)
+        transport.abort()
+        await asyncio.sleep(0.01)
+        with pytest.raises(UnavailableError), store_errors():
+            transport.writelines([b"PING"])
+
+    uvloop.run(asyncio.wait_for(main(), 10))
+
+
+def test_other_errors_are_no_outage() -> None:
+    with pytest.raises(RuntimeError), store_errors():
+        raise RuntimeError("a fault of our own")
