@@ -44,7 +44,9 @@ class Settings(BaseSettings):
         "", description="name that their certificates carry, whatever address they are dialled at; empty: its host"
     )
     max_receive_message_bytes: int = Field(
-        4 << 20, ge=1024, description="largest message taken; a larger one is refused"
+        4 << 20,
+        ge=1024,
+        description="largest message taken; a larger one is refused, one of more than twice the size unread",
     )
     max_send_message_bytes: int = Field(4 << 20, ge=1024, description="largest message sent")
     drain_s: float = Field(30.0, ge=0, description="seconds that running requests get to finish after SIGTERM")

@@ -39,12 +39,14 @@ class _Malformed:
     error: InvalidRequestError
 
 
-def _guard_decoder(decode: Callable[[bytes], Any] | None) -> Callable[[bytes], Any] | None:
+def _guard_decoder(decode: Callable[[bytes], Any] | None, max_bytes: int) -> Callable[[bytes], Any] | None:
     # An exception in a deserializer reaches the client as UNKNOWN, with no chance to say more.
     if decode is None:
         return None
 
     def guarded(raw: bytes) -> Any:
+        if len(raw) > max_bytes:
+            return _Malformed(InvalidRequestError(f"the message has {len(raw)} bytes; at most {max_bytes} are allowed"))
         try:
             return decode(raw)
         except (DecodeError, UnicodeDecodeError, ValueError):
@@ -72,8 +74,10 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
     of the call, so that a handler's `finally` runs as soon as the client is gone.
     """
 
-    def __init__(self, clock: Clock) -> None:
+    def __init__(self, clock: Clock, max_message_bytes: int) -> None:
+        """`max_message_bytes`: of the largest message that a handler gets."""
         self._clock = clock
+        self._max_message_bytes = max_message_bytes
         self._wrapped: dict[str, tuple[Handler, Handler]] = {}  # by method: what was there last, and what it became
 
     async def intercept_service(
@@ -91,7 +95,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
         return wrapped
 
     def _wrap(self, method: str, handler: Handler) -> Handler:
-        decode = _guard_decoder(handler.request_deserializer)
+        decode = _guard_decoder(handler.request_deserializer, self._max_message_bytes)
         encode = handler.response_serializer
         prepare = _checked_stream if handler.request_streaming else _checked
         if handler.response_streaming:

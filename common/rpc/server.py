@@ -43,7 +43,8 @@ class ServerOptions:
     def to_grpc(self) -> list[tuple[str, int]]:
         """Channel arguments of the server."""
         options = [
-            ("grpc.max_receive_message_length", self.max_receive_message_bytes),
+            # The library refuses without details; up to here the interceptor does, and says what is allowed.
+            ("grpc.max_receive_message_length", 2 * self.max_receive_message_bytes),
             ("grpc.max_send_message_length", self.max_send_message_bytes),
             ("grpc.http2.min_recv_ping_interval_without_data_ms", round(self.min_ping_interval_s * 1000)),
             ("grpc.http2.max_ping_strikes", 0),
@@ -75,7 +76,10 @@ class RpcServer:
         authenticators: Mapping[str, Authenticator] | None = None,
     ) -> None:
         """`authenticators` by full service name; services without one are open."""
-        interceptors = [CallInterceptor(clock), BearerInterceptor(authenticators or {})]
+        interceptors = [
+            CallInterceptor(clock, options.max_receive_message_bytes),
+            BearerInterceptor(authenticators or {}),
+        ]
         self._server = grpc.aio.server(interceptors=interceptors, options=options.to_grpc())
         self._health = health.aio.HealthServicer()
         self._names: list[str] = []
