@@ -10,13 +10,16 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+import torch
 from prometheus_client import CollectorRegistry
 from typer.testing import CliRunner, Result
 
 from bench.__main__ import app as bench
+from bench.doctor import facts
 from bench.doctor.diagnosis import Cause, diagnose
-from bench.doctor.facts import Bounds
 from bench.doctor.snapshot import Snapshot, read
+from bench.in_process import EngineOptions, build_runner
+from bench.levels import RealMachine
 from common.metrics import GatewayMetrics, MetricsServer, WorkerMetrics
 from common.rpc.probe import wait_until_serving
 from common.types import Band
@@ -26,6 +29,8 @@ from launcher.ports import free_ports
 from launcher.process import Child
 from tests.integration.gateway.rig import FLEET_KEY, Client, Rig, eventually, reason_of
 from tests.support.models import random_model, save_folder
+from tests.unit.bench.doctor.clinic import Bounds, Patient
+from worker.model.weights import load_model
 
 MAX_NUM_SEQS, MAX_NUM_BATCHED_TOKENS = 4, 64
 A_MINUTE_S = 60.0
@@ -81,7 +86,7 @@ async def test_a_live_deployment_is_diagnosed(deployment: Deployment) -> None:
     after = await deployment.look(A_MINUTE_S)
     found = diagnose(before, after).found
     assert found.cause is Cause.IDLE
-    bounds = Bounds.of(after)
+    bounds = facts.Bounds.of(after)
     assert (bounds.max_num_seqs, bounds.max_num_batched_tokens) == (MAX_NUM_SEQS, MAX_NUM_BATCHED_TOKENS)
     assert (bounds.step_budget_s, bounds.first_chunk_s) == (0.05, 0.1), "the worker's defaults"
     assert "0.0 requests waited" in found.figures
@@ -92,6 +97,19 @@ async def test_a_live_deployment_is_diagnosed(deployment: Deployment) -> None:
     assert found.cause is Cause.RATE_LIMIT
     assert "refused 6 of 8 requests" in found.figures
     assert "requests_per_minute" in found.change
+
+
+def test_a_real_model_that_computes_all_the_time_with_all_bounds_far_away_is_compute_bound(tmp_path: Path) -> None:
+    vocab_size = 2000
+    model = load_model(save_folder(random_model("llama", vocab_size=vocab_size), tmp_path / "model"), torch.float32)
+    runner = build_runner(model, EngineOptions(backend="reference", num_blocks=1025, num_threads=1))
+    bounds = Bounds(max_num_seqs=64, max_num_batched_tokens=512, step_budget_s=600.0, first_chunk_s=600.0)
+    patient = Patient(bounds, machine=RealMachine(runner), vocab_size=vocab_size)
+    patient.live(0.5, 8, (20, 40))
+    before = patient.snapshot()
+    patient.live(2.0, 8, (20, 40))
+    diagnosis = diagnose(before, patient.snapshot())
+    assert diagnosis.found.cause is Cause.COMPUTE, [each.figures for each in diagnosis.answers]
 
 
 def test_the_command_reads_endpoints_and_says_what_it_is() -> None:

@@ -1,4 +1,4 @@
-"""A worker to be diagnosed: the real engine with its real metrics, over a machine in simulated time."""
+"""A worker to be diagnosed: the real engine with its real metrics, in simulated time unless said otherwise."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from prometheus_client import CollectorRegistry, generate_latest
 
 from bench.doctor.snapshot import Reading, Snapshot
-from bench.levels import SimulatedMachine
+from bench.levels import Machine, SimulatedMachine
 from common.metrics import GatewayMetrics, WorkerMetrics
 from common.types import ModelLimits, SamplingParams
 from worker.cache.block import keyed_digest
@@ -37,12 +37,24 @@ Lengths = tuple[int, int]
 class Patient:
     """Serves so many users, each of whom asks again when the answer has ended, after a pause."""
 
-    def __init__(self, bounds: Bounds, *, num_blocks: int = 4097, mode: str = "full") -> None:
+    def __init__(
+        self,
+        bounds: Bounds,
+        *,
+        num_blocks: int = 4097,
+        mode: str = "full",
+        machine: Machine | None = None,
+        vocab_size: int = 40_000,
+    ) -> None:
+        self._vocab_size = vocab_size
         self._registry = CollectorRegistry()
         self._metrics = WorkerMetrics(self._registry)
         self._metrics.set_bounds(**asdict(bounds))
-        self._machine = SimulatedMachine(num_blocks)
-        manager = CacheManager(BlockPool(num_blocks), 16, keyed_digest(b"clinic"), prefix_cache=True)
+        self._machine: Machine = machine or SimulatedMachine(num_blocks)
+        executor = self._machine.executor
+        manager = CacheManager(
+            BlockPool(executor.num_blocks), executor.block_size, keyed_digest(b"clinic"), prefix_cache=True
+        )
         config = SchedulerConfig(
             bounds.max_num_seqs,
             bounds.max_num_batched_tokens,
@@ -51,8 +63,10 @@ class Patient:
             first_chunk_s=bounds.first_chunk_s,
         )
         scheduler = Scheduler(manager, config, MODES[mode])
-        limits = ModelLimits("patient", 8192, 40_000, 16, num_blocks - 1, bounds.max_num_seqs)
-        self._engine = Engine(self._machine, scheduler, manager, limits, (), self._machine.now, max_waiting=10**6)
+        limits = ModelLimits(
+            "patient", 8192, vocab_size, executor.block_size, executor.num_blocks - 1, bounds.max_num_seqs
+        )
+        self._engine = Engine(executor, scheduler, manager, limits, (), self._machine.now, max_waiting=10**6)
         self._engine.open_session(1)
         self._num_asked = 0
 
@@ -84,7 +98,9 @@ class Patient:
         num_prompt, num_output = lengths
         self._num_asked += 1
         first = self._num_asked
-        prompt = tuple(100 + (first * 7919 + position * first) % 39_000 for position in range(num_prompt))
+        prompt = tuple(
+            100 + (first * 7919 + position * first) % (self._vocab_size - 1000) for position in range(num_prompt)
+        )
         sampling = SamplingParams(seed=0, max_tokens=num_output, temperature=0.0, ignore_eos=True)
         self._engine.submit(1, f"r{first}", 1, prompt, sampling)
 

@@ -55,7 +55,7 @@ CASES: dict[str, tuple[Cause, str, Callable[[], Diagnosis]]] = {
     "steps that cost more than their time": (
         Cause.PREFILL,
         "step_budget_ms above",
-        lambda: observe(Patient(Bounds(16, 512, 0.015, 0.1)), 6, (300, 20)),
+        lambda: observe(Patient(Bounds(16, 512, 0.015, 0.015)), 6, (300, 20)),
     ),
     "more decodes than the steps' time allows": (
         Cause.COMPUTE,
@@ -87,7 +87,7 @@ def test_a_cause_is_found(case: str) -> None:
         (Patient(slots(4)), Patient(slots(16)), 20, (40, 60)),
         (Patient(ROOMY, num_blocks=65), Patient(ROOMY), 40, (40, 120)),
         (Patient(Bounds(16, 16, 0.05, 0.1)), Patient(Bounds(16, 256, 0.05, 0.1)), 10, (600, 20)),
-        (Patient(Bounds(16, 512, 0.015, 0.1)), Patient(Bounds(16, 512, 0.06, 0.1)), 6, (300, 20)),
+        (Patient(Bounds(16, 512, 0.015, 0.015)), Patient(Bounds(16, 512, 0.06, 0.1)), 6, (300, 20)),
     ],
     ids=["slots", "memory", "prefill by tokens", "prefill by time"],
 )
