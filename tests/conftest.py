@@ -1,0 +1,8 @@
+"""For all tests: no example of a property is judged by the time that it takes, which is the machine's."""
+
+from __future__ import annotations
+
+from hypothesis import settings
+
+settings.register_profile("patient", deadline=None)
+settings.load_profile("patient")
