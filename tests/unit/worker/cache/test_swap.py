@@ -249,11 +249,7 @@ class SwapMachine(EngineMachine):
         )
         self.rig.cost_s = lambda batch: 0.001 * batch.num_tokens  # more than copies take
         self.max_length = 40 if window else min(40, num_blocks * block_size + 1)
-        self.wanted = {}
-        self.sessions = [1]
-        self.num_sessions = 1
-        self.num_names = 0
-        self.num_failed = 0
+        self.begin()
 
     @rule()
     def preempt_everybody(self) -> None:

@@ -13,7 +13,7 @@ from hypothesis.stateful import initialize, invariant
 
 from common.errors import InvalidRequestError
 from common.types import Band, Reason, SamplingParams
-from common.window import Window, Windows, narrow, num_held_blocks
+from common.window import UNBOUNDED, Window, Windows, max_tokens, narrow, num_held_blocks
 from tests.support.fake_executor import generate
 from tests.unit.worker.engine.rig import VOCAB_SIZE, EngineRig
 from tests.unit.worker.engine.test_engine_stateful import STOP_TOKENS, EngineMachine
@@ -239,11 +239,7 @@ class WindowMachine(EngineMachine):
         most = self.rig.limits.max_window_tokens
         self.own_windows = (None, *(it for it in own_windows if it.num_sinks <= it.num_tokens <= most))
         self.max_length = 40
-        self.wanted = {}
-        self.sessions = [1]
-        self.num_sessions = 1
-        self.num_names = 0
-        self.num_failed = 0
+        self.begin()
 
     @invariant()
     def nobody_holds_more_than_its_layers_see(self) -> None:
@@ -273,3 +269,83 @@ def test_what_is_generated_does_not_depend_on_the_pool() -> None:
                 rig.scheduler.preempt(rig.scheduler.running[0])
         rig.run()
         assert rig.of("r").token_ids == generate(prompt, 20, vocab_size=VOCAB_SIZE)
+
+
+@pytest.mark.parametrize(
+    ("own", "sampling", "field"),
+    [
+        (Window(10), {"kv_window_tokens": 11}, "kv_window_tokens"),
+        (None, {"kv_window_tokens": 0}, "kv_window_tokens"),
+        (None, {"kv_window_tokens": 4097}, "kv_window_tokens"),
+        (None, {"kv_window_tokens": 8, "kv_sink_tokens": 9}, "kv_sink_tokens"),
+    ],
+)
+def test_a_request_may_see_less_than_the_model_and_not_more(
+    own: Window | None, sampling: dict[str, int], field: str
+) -> None:
+    rig = EngineRig(windows=(own,))
+    with pytest.raises(InvalidRequestError) as caught:
+        rig.submit("r", [1, 2, 3], sampling=sampling)
+    assert [violation.field for violation in caught.value.fields] == [f"sampling.{field}"]
+
+
+def test_a_request_behind_its_own_window_leaves_the_pool_to_others() -> None:
+    """It gets far longer than the pool, beside one that sees everything and fills most of it."""
+    window = Window(10, 2)
+    most = window.max_blocks(6, BLOCK)
+    rig = EngineRig(num_blocks=most + 20, block_size=BLOCK, max_chunk=6, budget=12)
+    long, short = random.Random(1).choices(range(50), k=600), list(range(40))
+    rig.submit("long", long, 200, window=window)
+    rig.submit("short", short, 40)
+    rig.run()
+    rig.assert_generated("long", long, 200, salt=rig.salt("", window, 800))
+    rig.assert_generated("short", short, 40)
+    assert sum(stats.num_preemptions for stats in rig.stats) == 0
+    rig.assert_idle()
+
+
+@pytest.mark.parametrize(("num_tokens", "is_shared"), [(27, False), (28, True), (200, True)])
+def test_blocks_are_shared_between_windows_only_while_nothing_is_hidden(num_tokens: int, is_shared: bool) -> None:
+    rig = EngineRig(num_blocks=64, block_size=BLOCK)
+    prompt, window = list(range(20)), Window(num_tokens)
+    rig.submit("whole", prompt, 8)
+    rig.run()
+    rig.submit("windowed", prompt, 8, window=window)
+    rig.run()
+    rig.assert_generated("windowed", prompt, 8, salt=rig.salt("", window, 28))
+    assert rig.of("windowed").cached_prompt_tokens[0] == (16 if is_shared else 0)
+    rig.submit("again", prompt, 8, window=window)
+    rig.run()
+    assert rig.of("again").cached_prompt_tokens[0] == 16
+
+
+def test_a_group_of_layers_with_a_window_gives_back_while_another_keeps() -> None:
+    local = Window(10)
+    rig = EngineRig(num_blocks=64, block_size=BLOCK, max_chunk=8, windows=(None, local, local))
+    prompt = list(range(60))
+    rig.submit("r", prompt, 100)
+    held = [rig.step().referenced_blocks for _ in range(90)]
+    rig.run()
+    rig.assert_generated("r", prompt, 100)
+    num_global = [-(-(60 + step) // BLOCK) for step in range(90)]
+    assert all(
+        count <= of_global + 1 + 2 * local.max_blocks(8, BLOCK)
+        for count, of_global in zip(held, num_global, strict=True)
+    )
+    assert held[-1] > held[20] + 10
+    rig.assert_idle()
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    windows=st.lists(st.none() | WINDOWS, min_size=1, max_size=3).map(tuple),
+    num_blocks=st.integers(1, 40),
+    size=st.integers(1, 5),
+)
+def test_the_most_tokens_fit_and_one_more_does_not(windows: Windows, num_blocks: int, size: int) -> None:
+    most = max_tokens(windows, num_blocks, size)
+    if most < UNBOUNDED:
+        assert num_held_blocks(windows, most, 1, size) <= num_blocks
+        assert num_held_blocks(windows, most + 1, 1, size) > num_blocks
+    else:
+        assert num_held_blocks(windows, 10**9, 1, size) <= num_blocks

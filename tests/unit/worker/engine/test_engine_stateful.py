@@ -83,6 +83,10 @@ class EngineMachine(RuleBasedStateMachine):
         )
         self.rig.cost_s = lambda batch: 0.002 + token_s * batch.num_tokens
         self.max_length = min(40, num_blocks * block_size + 1)
+        self.begin()
+
+    def begin(self) -> None:
+        """Nothing has happened to the rig yet."""
         self.wanted: dict[Name, tuple[list[int], FinishReason]] = {}
         self.sessions = [1]
         self.num_sessions = 1
