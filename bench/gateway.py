@@ -187,30 +187,31 @@ async def measure_streams(plan: Plan, system: Deployment, random: Random) -> tup
     return delays, used
 
 
-async def measure_admissions(plan: Plan, system: Deployment) -> tuple[float, float]:
-    """Admissions a second of one-token requests, many at once, and the gateway's CPU seconds for each."""
+async def measure_admissions(plan: Plan, system: Deployment) -> tuple[float, float, int]:
+    """Admissions a second of one-token requests, many at once; the gateway's CPU seconds for each; how many failed."""
     end = time.monotonic() + plan.admission_s
-    count = 0
+    count = failed = 0
 
     async def keep(client: RawClient) -> None:
-        nonlocal count
+        nonlocal count, failed
         while time.monotonic() < end:
-            await client.complete(1, timeout_s=60)
-            count += 1
+            is_served = await client.complete(1, timeout_s=60)
+            count += is_served
+            failed += not is_served
 
     cpu_s, begin = sum(system.usage().gateways), time.monotonic()
     async with asyncio.TaskGroup() as tasks:
         for number in range(ADMISSIONS_IN_FLIGHT):
             tasks.create_task(keep(system.clients[number % NUM_CONNECTIONS]))
     elapsed_s = time.monotonic() - begin
-    return count / elapsed_s, (sum(system.usage().gateways) - cpu_s) / count
+    return count / elapsed_s, (sum(system.usage().gateways) - cpu_s) / max(count, 1), failed
 
 
 async def measure(plan: Plan, source: Path) -> Result:
     """Measures the gateway of one source tree."""
     async with deployment(plan, source) as system:
         await measure_admissions_warm(system)
-        rate, cpu_s = await measure_admissions(plan, system)
+        rate, cpu_s, num_failed = await measure_admissions(plan, system)
         delays, used = await measure_streams(plan, system, Random(1))
     num_tokens, first, last = len(delays.transit), used[0], used[-1]
     by_process = [after - before for before, after in zip(first.gateways, last.gateways, strict=True)]
@@ -230,7 +231,7 @@ async def measure(plan: Plan, source: Path) -> Result:
         shares=tuple(sorted((it / stream_cpu_s for it in by_process if it > 0.01 * stream_cpu_s), reverse=True)),
         admissions_per_s=rate,
         admission_cpu_ms=1e3 * cpu_s,
-        num_failed=delays.num_failed,
+        num_failed=num_failed + delays.num_failed,
         resident_mib=tuple(it.gateways_mib for it in used),
         redis_mib=tuple(it.redis_mib for it in used),
     )

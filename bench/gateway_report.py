@@ -80,7 +80,7 @@ ROWS = (
     ("clients_cpu", "clients' CPU while streaming (cores)", 2),
     ("admissions_per_s", "admissions/s at saturation", 0),
     ("admission_cpu_ms", "gateway CPU per admission (ms)", 2),
-    ("num_failed", "failed streams", 0),
+    ("num_failed", "failed requests", 0),
 )
 
 

@@ -42,26 +42,31 @@ class RawClient:
         return request.SerializeToString()
 
     async def stream(self, num_tokens: int, *, timeout_s: float) -> AsyncGenerator[tuple[float, str], None]:
-        """The texts of one answer, each with the time of its receipt (monotonic seconds); "" is the end of it."""
+        """The texts of one answer, each with the time of its receipt (monotonic seconds); "" is the end of it, which is
+        missing if the gateway fails."""
         call = self._generate(self._request(num_tokens), timeout=timeout_s, metadata=self._metadata)
-        async for raw in call:
-            now = time.monotonic()
-            event = raw[0] >> 3
-            if event == _DELTA:
-                yield now, inference_pb2.GenerateResponse.FromString(raw).delta.text
-            elif event == _FINISHED:
-                yield now, ""
+        try:
+            async for raw in call:
+                now = time.monotonic()
+                event = raw[0] >> 3
+                if event == _DELTA:
+                    yield now, inference_pb2.GenerateResponse.FromString(raw).delta.text
+                elif event == _FINISHED:
+                    yield now, ""
+        except grpc.aio.AioRpcError:
+            return
 
-    async def complete(self, num_tokens: int, *, timeout_s: float) -> None:
-        """A whole answer, not looked at. Raises grpc.aio.AioRpcError unless it is one."""
-        await self._complete(self._request(num_tokens), timeout=timeout_s, metadata=self._metadata)
+    async def complete(self, num_tokens: int, *, timeout_s: float) -> bool:
+        """A whole answer, not looked at. False if the gateway fails."""
+        try:
+            await self._complete(self._request(num_tokens), timeout=timeout_s, metadata=self._metadata)
+        except grpc.aio.AioRpcError:
+            return False
+        return True
 
     async def wait_until_served(self) -> None:
         """Returns when the gateway process at the other end of this connection gives answers."""
         while True:
-            try:
-                return await self.complete(4, timeout_s=60)
-            except grpc.aio.AioRpcError as error:
-                if error.code() is not grpc.StatusCode.UNAVAILABLE:
-                    raise
+            if await self.complete(4, timeout_s=60):
+                return
             await asyncio.sleep(0.1)

@@ -6,8 +6,8 @@ import asyncio
 from typing import Any
 
 
-async def done_within(future: asyncio.Future[Any], timeout_s: float) -> bool:
-    """Whether a future or task is done before so many seconds have passed; if not, it goes on.
+async def done_within(future: asyncio.Future[Any], timeout_s: float | None) -> bool:
+    """Whether a future or task is done before so many seconds have passed (None: any); if not, it goes on.
 
     What `asyncio.wait` does for many, at a fraction of its price for one.
     """
@@ -20,11 +20,12 @@ async def done_within(future: asyncio.Future[Any], timeout_s: float) -> bool:
         if not waiter.done():
             waiter.set_result(None)
 
-    timer = loop.call_later(max(timeout_s, 0.0), wake)
+    timer = None if timeout_s is None else loop.call_later(max(timeout_s, 0.0), wake)
     future.add_done_callback(wake)
     try:
         await waiter
     finally:
-        timer.cancel()
+        if timer is not None:
+            timer.cancel()
         future.remove_done_callback(wake)
     return future.done()

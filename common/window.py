@@ -5,6 +5,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import lru_cache
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +74,7 @@ def num_held_blocks(windows: Windows, num_tokens: int, max_chunk_tokens: int, bl
     )
 
 
+@lru_cache(maxsize=1024)  # asked for every request, and always of the same few models and windows
 def max_tokens(windows: Windows, num_blocks: int, block_size: int) -> int:
     """Tokens of one request whose KV fits into so many blocks, one after the other where there is a window."""
 

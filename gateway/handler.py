@@ -373,8 +373,8 @@ class Handler:
         show_ended(self._metrics, live, outcome, num_output_tokens, now=self._clock.monotonic())
 
     async def _close(self, live: LiveRequest, outcome: Outcome, num_output_tokens: int) -> None:
-        if live.admission is not None and not live.admission.done():
-            await asyncio.wait([live.admission])
+        if live.admission is not None:
+            await done_within(live.admission, None)
         try:
             # Both make up for it by themselves if the store does not answer.
             with self._store.watched():

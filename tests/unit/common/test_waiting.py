@@ -39,4 +39,4 @@ async def test_a_cancelled_waiter_leaves_it_alone() -> None:
 async def test_a_cancelled_future_is_done() -> None:
     task = asyncio.create_task(asyncio.sleep(60.0))
     asyncio.get_running_loop().call_soon(task.cancel)
-    assert await done_within(task, 60.0)
+    assert await done_within(task, None)
