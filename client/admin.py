@@ -77,6 +77,11 @@ class AdminClient:
         request = admin_pb2.ExplainRequestRequest(tenant_id=tenant_id, request_id=request_id)
         return await self._call(self._stub.ExplainRequest, request)
 
+    async def list_refusals(self, tenant_id: str, max_count: int = 0) -> admin_pb2.ListRefusalsResponse:
+        """The last requests of a tenant that the gateway has refused, latest first; 0: at most 100."""
+        request = admin_pb2.ListRefusalsRequest(tenant_id=tenant_id, max_count=max_count)
+        return await self._call(self._stub.ListRefusals, request)
+
     async def drain_worker(self, worker_id: str) -> admin_pb2.DrainWorkerResponse:
         """Lets a worker finish what it runs, hand back the rest, and end."""
         return await self._call(self._stub.DrainWorker, admin_pb2.DrainWorkerRequest(worker_id=worker_id))

@@ -139,6 +139,24 @@ def _write_why(answer: admin_pb2.ExplainRequestResponse) -> None:
 
 
 @command(admin)
+def refusals(
+    tenant: TenantId,
+    count: Annotated[int, typer.Option(min=1, max=10_000, help="At most so many.")] = 20,
+    access: AdminAccess = AdminAccess(),
+) -> None:
+    """List the tenant's last requests that this gateway has refused, latest first; each gateway knows its own."""
+    access.report(lambda client: client.list_refusals(tenant, count), _write_refusals)
+
+
+def _write_refusals(answer: admin_pb2.ListRefusalsResponse) -> None:
+    table = Table("ago (s)", "request", "status", "reason", "message", "may come back")
+    for each in answer.refusals:
+        what = (each.request_id or "-", each.status, Reason(each.reason).name, each.message)
+        table.add_row(*map(Text, (f"{each.age_s:.0f}", *what, "yes" if each.may_come_back else "no")))
+    _print(table)
+
+
+@command(admin)
 def drain_worker(
     worker_id: Annotated[str, typer.Argument(help="The worker's id.")], access: AdminAccess = AdminAccess()
 ) -> None:

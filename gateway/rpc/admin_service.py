@@ -23,6 +23,7 @@ SERVICE_NAME = admin_pb2.DESCRIPTOR.services_by_name["Admin"].full_name
 register = admin_pb2_grpc.add_AdminServicer_to_server
 
 _NO_SESSION = "no session"
+_NUM_REFUSALS = 100
 _BANDS = {int(band): band.name.lower() for band in Band}
 
 
@@ -136,6 +137,13 @@ class AdminService(admin_pb2_grpc.AdminServicer):
         if not request.tenant_id or not request.request_id:
             raise InvalidRequestError.of_field("request_id", "and tenant_id are both needed")
         return await self._explainer.explain(fleet_request_id(request.tenant_id, request.request_id))
+
+    async def ListRefusals(
+        self, request: admin_pb2.ListRefusalsRequest, context: Any
+    ) -> admin_pb2.ListRefusalsResponse:
+        """The last requests of a tenant that were refused here."""
+        refusals = self._explainer.refusals(request.tenant_id, request.max_count or _NUM_REFUSALS)
+        return admin_pb2.ListRefusalsResponse(gateway_id=self._gateway_id, refusals=refusals)
 
     async def DrainWorker(self, request: admin_pb2.DrainWorkerRequest, context: Any) -> admin_pb2.DrainWorkerResponse:
         """Tells a worker that has a session here."""

@@ -6,28 +6,37 @@ from collections import OrderedDict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import islice
 
 from common.clock import Clock
 from common.errors import TidegateError
+from common.types import Reason
 
-_MAX_ID_LENGTH = 64 + 1 + 128  # tenant/request; what is longer has been refused for that
+_MAX_MESSAGE_LENGTH = 1000
+_MAX_ID_LENGTH = 128  # what is longer has been refused for that
 
 
 @dataclass(frozen=True, slots=True)
 class Ending:
     """A request's error, and when it came (monotonic seconds)."""
 
-    error: TidegateError
+    tenant_id: str
+    request_id: str  # empty: it never had one
+    status: str  # name of the gRPC status
+    reason: Reason
+    message: str
+    retry_after_s: float | None
     at: float
 
 
 class Endings:
-    """Keeps so many; an id's later ending takes the place of its earlier one. A request without an id is not kept."""
+    """Keeps so many; an id's later ending takes the place of its earlier one."""
 
     def __init__(self, clock: Clock, max_kept: int = 10_000) -> None:
         self._clock = clock
         self._max_kept = max_kept
-        self._endings: OrderedDict[str, Ending] = OrderedDict()
+        self._endings: OrderedDict[str, Ending] = OrderedDict()  # by the id inside the fleet, or a number without one
+        self._num_nameless = 0
 
     def __len__(self) -> int:
         return len(self._endings)
@@ -36,24 +45,42 @@ class Endings:
         """How a request ended, if that was with an error, not long ago, here."""
         return self._endings.get(fleet_id)
 
+    def latest(self, tenant_id: str, most: int) -> list[Ending]:
+        """The last ones of a tenant, latest first."""
+        of_tenant = (ending for ending in reversed(self._endings.values()) if ending.tenant_id == tenant_id)
+        return list(islice(of_tenant, most))
+
     @contextmanager
     def noted(self, watched: WatchedCall) -> Iterator[None]:
         """Notes the error that leaves the block, or forgets the one of an earlier call if there is none."""
         try:
             yield
         except TidegateError as error:
-            if 0 < len(watched.fleet_id) <= _MAX_ID_LENGTH:
-                self._endings[watched.fleet_id] = Ending(error, self._clock.monotonic())
-                self._endings.move_to_end(watched.fleet_id)
-                if len(self._endings) > self._max_kept:
-                    self._endings.popitem(last=False)
+            self._note(watched, error)
             raise
         else:
             self._endings.pop(watched.fleet_id, None)
+
+    def _note(self, watched: WatchedCall, error: TidegateError) -> None:
+        request_id = watched.fleet_id.partition("/")[2]
+        if len(request_id) > _MAX_ID_LENGTH:
+            request_id = ""
+        self._num_nameless += 1
+        key = watched.fleet_id if request_id else str(self._num_nameless)
+        # Not the error itself, which holds on to all that was on its way.
+        message = error.message[:_MAX_MESSAGE_LENGTH]
+        now = self._clock.monotonic()
+        self._endings[key] = Ending(
+            watched.tenant_id, request_id, error.status, error.reason, message, error.retry_after_s, now
+        )
+        self._endings.move_to_end(key)
+        if len(self._endings) > self._max_kept:
+            self._endings.popitem(last=False)
 
 
 @dataclass(slots=True)
 class WatchedCall:
     """A call whose request may get its id only later; empty: it has none yet."""
 
+    tenant_id: str
     fleet_id: str

@@ -53,17 +53,33 @@ class Explainer:
             return self._of_ending(ending)
         return admin_pb2.ExplainRequestResponse(state="unknown", explanation=_UNKNOWN)
 
+    def refusals(self, tenant_id: str, most: int) -> list[admin_pb2.Refusal]:
+        """The last requests of a tenant that ended with an error here, latest first."""
+        now = self._clock.monotonic()
+        return [
+            admin_pb2.Refusal(
+                request_id=ending.request_id,
+                status=ending.status,
+                reason=types_pb2.Reason.ValueType(ending.reason.value),
+                message=ending.message,
+                age_s=now - ending.at,
+                may_come_back=ending.retry_after_s is not None,
+            )
+            for ending in self._endings.latest(tenant_id, most)
+        ]
+
     def _of_ending(self, ending: Ending) -> admin_pb2.ExplainRequestResponse:
-        error = ending.error
         again = (
-            "" if error.retry_after_s is None else f"; the client was told to come back in {error.retry_after_s:.1f} s"
+            ""
+            if ending.retry_after_s is None
+            else f"; the client was told to come back in {ending.retry_after_s:.1f} s"
         )
         return admin_pb2.ExplainRequestResponse(
             state="refused",
-            explanation=f"{error.status}/{error.reason.name}: {error.message}{again}",
+            explanation=f"{ending.status}/{ending.reason.name}: {ending.message}{again}",
             gateway_id=self._gateway_id,
             age_s=self._clock.monotonic() - ending.at,
-            reason=types_pb2.Reason.ValueType(error.reason.value),
+            reason=types_pb2.Reason.ValueType(ending.reason.value),
         )
 
     async def _of_live(self, live: LiveRequest) -> admin_pb2.ExplainRequestResponse:

@@ -66,7 +66,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         tenant = _tenant()
         if not request.request_id:
             raise InvalidRequestError.of_field("request_id", "is empty; it is the one in Accepted")
-        watched = WatchedCall(fleet_request_id(tenant.tenant_id, request.request_id))
+        watched = WatchedCall(tenant.tenant_id, fleet_request_id(tenant.tenant_id, request.request_id))
         with self._endings.noted(watched):
             events = self._handler.resume(tenant, request.request_id, request.offset, self._deadline(context))
             async with aclosing(events):
@@ -148,7 +148,8 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
 
 
 def _watched(request: inference_pb2.GenerateRequest) -> WatchedCall:
-    return WatchedCall(fleet_request_id(_tenant().tenant_id, request.request_id) if request.request_id else "")
+    tenant_id = _tenant().tenant_id
+    return WatchedCall(tenant_id, fleet_request_id(tenant_id, request.request_id) if request.request_id else "")
 
 
 def _tenant() -> Tenant:

@@ -709,6 +709,96 @@ class WorkerRoom(_message.Message):
 Global___WorkerRoom: _TypeAlias = WorkerRoom  # noqa: Y015
 
 @_typing.final
+class ListRefusalsRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TENANT_ID_FIELD_NUMBER: _builtins.int
+    MAX_COUNT_FIELD_NUMBER: _builtins.int
+    tenant_id: _builtins.str
+    """whose requests"""
+    max_count: _builtins.int
+    """at most so many; 0: 100"""
+    def __init__(
+        self,
+        *,
+        tenant_id: _builtins.str = ...,
+        max_count: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["max_count", b"max_count", "tenant_id", b"tenant_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListRefusalsRequest: _TypeAlias = ListRefusalsRequest  # noqa: Y015
+
+@_typing.final
+class ListRefusalsResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    GATEWAY_ID_FIELD_NUMBER: _builtins.int
+    REFUSALS_FIELD_NUMBER: _builtins.int
+    gateway_id: _builtins.str
+    """who answers: each gateway knows its own"""
+    @_builtins.property
+    def refusals(self) -> _containers.RepeatedCompositeFieldContainer[Global___Refusal]:
+        """latest first"""
+
+    def __init__(
+        self,
+        *,
+        gateway_id: _builtins.str = ...,
+        refusals: _abc.Iterable[Global___Refusal] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["gateway_id", b"gateway_id", "refusals", b"refusals"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListRefusalsResponse: _TypeAlias = ListRefusalsResponse  # noqa: Y015
+
+@_typing.final
+class Refusal(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    STATUS_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    MESSAGE_FIELD_NUMBER: _builtins.int
+    AGE_S_FIELD_NUMBER: _builtins.int
+    MAY_COME_BACK_FIELD_NUMBER: _builtins.int
+    request_id: _builtins.str
+    """the client's, or the gateway's once it was accepted; else empty"""
+    status: _builtins.str
+    """name of the gRPC status"""
+    reason: _types_pb2.Reason.ValueType
+    """as the client got it"""
+    message: _builtins.str
+    """as the client got it"""
+    age_s: _builtins.float
+    """seconds since then"""
+    may_come_back: _builtins.bool
+    """the client was told when to come back"""
+    def __init__(
+        self,
+        *,
+        request_id: _builtins.str = ...,
+        status: _builtins.str = ...,
+        reason: _types_pb2.Reason.ValueType = ...,
+        message: _builtins.str = ...,
+        age_s: _builtins.float = ...,
+        may_come_back: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["age_s", b"age_s", "may_come_back", b"may_come_back", "message", b"message", "reason", b"reason", "request_id", b"request_id", "status", b"status"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Refusal: _TypeAlias = Refusal  # noqa: Y015
+
+@_typing.final
 class DrainWorkerRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 

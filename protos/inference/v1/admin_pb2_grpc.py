@@ -69,6 +69,11 @@ class AdminStub:
                 request_serializer=protos_dot_inference_dot_v1_dot_admin__pb2.ExplainRequestRequest.SerializeToString,
                 response_deserializer=protos_dot_inference_dot_v1_dot_admin__pb2.ExplainRequestResponse.FromString,
                 _registered_method=True)
+        self.ListRefusals = channel.unary_unary(
+                '/inference.v1.Admin/ListRefusals',
+                request_serializer=protos_dot_inference_dot_v1_dot_admin__pb2.ListRefusalsRequest.SerializeToString,
+                response_deserializer=protos_dot_inference_dot_v1_dot_admin__pb2.ListRefusalsResponse.FromString,
+                _registered_method=True)
         self.DrainWorker = channel.unary_unary(
                 '/inference.v1.Admin/DrainWorker',
                 request_serializer=protos_dot_inference_dot_v1_dot_admin__pb2.DrainWorkerRequest.SerializeToString,
@@ -133,6 +138,13 @@ class AdminServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ListRefusals(self, request, context):
+        """The last requests of a tenant that the answering gateway has refused or ended with an error, with and without ids.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def DrainWorker(self, request, context):
         """Lets a worker finish what it runs, hand back the rest, and end.
         """
@@ -184,6 +196,11 @@ def add_AdminServicer_to_server(servicer, server):
                     servicer.ExplainRequest,
                     request_deserializer=protos_dot_inference_dot_v1_dot_admin__pb2.ExplainRequestRequest.FromString,
                     response_serializer=protos_dot_inference_dot_v1_dot_admin__pb2.ExplainRequestResponse.SerializeToString,
+            ),
+            'ListRefusals': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListRefusals,
+                    request_deserializer=protos_dot_inference_dot_v1_dot_admin__pb2.ListRefusalsRequest.FromString,
+                    response_serializer=protos_dot_inference_dot_v1_dot_admin__pb2.ListRefusalsResponse.SerializeToString,
             ),
             'DrainWorker': grpc.unary_unary_rpc_method_handler(
                     servicer.DrainWorker,
@@ -385,6 +402,33 @@ class Admin:
             '/inference.v1.Admin/ExplainRequest',
             protos_dot_inference_dot_v1_dot_admin__pb2.ExplainRequestRequest.SerializeToString,
             protos_dot_inference_dot_v1_dot_admin__pb2.ExplainRequestResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListRefusals(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/inference.v1.Admin/ListRefusals',
+            protos_dot_inference_dot_v1_dot_admin__pb2.ListRefusalsRequest.SerializeToString,
+            protos_dot_inference_dot_v1_dot_admin__pb2.ListRefusalsResponse.FromString,
             options,
             channel_credentials,
             insecure,

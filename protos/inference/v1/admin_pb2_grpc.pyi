@@ -47,6 +47,8 @@ class AdminStub:
     """Forgets what was set or deleted here: the tenant is as the tenants file says again."""
     ExplainRequest: _grpc.UnaryUnaryMultiCallable[_admin_pb2.ExplainRequestRequest, _admin_pb2.ExplainRequestResponse]
     """Why a request waits, where it runs, or why it was refused."""
+    ListRefusals: _grpc.UnaryUnaryMultiCallable[_admin_pb2.ListRefusalsRequest, _admin_pb2.ListRefusalsResponse]
+    """The last requests of a tenant that the answering gateway has refused or ended with an error, with and without ids."""
     DrainWorker: _grpc.UnaryUnaryMultiCallable[_admin_pb2.DrainWorkerRequest, _admin_pb2.DrainWorkerResponse]
     """Lets a worker finish what it runs, hand back the rest, and end."""
     DrainGateway: _grpc.UnaryUnaryMultiCallable[_admin_pb2.DrainGatewayRequest, _admin_pb2.DrainGatewayResponse]
@@ -69,6 +71,8 @@ class AdminAsyncStub(AdminStub):
     """Forgets what was set or deleted here: the tenant is as the tenants file says again."""
     ExplainRequest: _aio.UnaryUnaryMultiCallable[_admin_pb2.ExplainRequestRequest, _admin_pb2.ExplainRequestResponse]  # type: ignore[assignment]
     """Why a request waits, where it runs, or why it was refused."""
+    ListRefusals: _aio.UnaryUnaryMultiCallable[_admin_pb2.ListRefusalsRequest, _admin_pb2.ListRefusalsResponse]  # type: ignore[assignment]
+    """The last requests of a tenant that the answering gateway has refused or ended with an error, with and without ids."""
     DrainWorker: _aio.UnaryUnaryMultiCallable[_admin_pb2.DrainWorkerRequest, _admin_pb2.DrainWorkerResponse]  # type: ignore[assignment]
     """Lets a worker finish what it runs, hand back the rest, and end."""
     DrainGateway: _aio.UnaryUnaryMultiCallable[_admin_pb2.DrainGatewayRequest, _admin_pb2.DrainGatewayResponse]  # type: ignore[assignment]
@@ -130,6 +134,14 @@ class AdminServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_admin_pb2.ExplainRequestResponse, _abc.Awaitable[_admin_pb2.ExplainRequestResponse]]:
         """Why a request waits, where it runs, or why it was refused."""
+
+    @_abc_1.abstractmethod
+    def ListRefusals(
+        self,
+        request: _admin_pb2.ListRefusalsRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_admin_pb2.ListRefusalsResponse, _abc.Awaitable[_admin_pb2.ListRefusalsResponse]]:
+        """The last requests of a tenant that the answering gateway has refused or ended with an error, with and without ids."""
 
     @_abc_1.abstractmethod
     def DrainWorker(

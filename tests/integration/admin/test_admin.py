@@ -34,6 +34,7 @@ CALLS: list[Callable[[AdminClient], Awaitable[Any]]] = [
     lambda client: client.delete_tenant("acme"),
     lambda client: client.reset_tenant("acme"),
     lambda client: client.explain("acme", "r1"),
+    lambda client: client.list_refusals("acme"),
     lambda client: client.drain_worker("w1"),
     AdminClient.drain_gateway,
 ]
@@ -129,6 +130,19 @@ async def test_why_a_request_waits_runs_or_was_refused(rig: Rig) -> None:
         bad = await admin.explain("acme", "bad")
         assert (bad.state, bad.reason, bad.gateway_id) == ("refused", Reason.INVALID_PARAMETER.value, app.gateway_id)
         assert "temperature" in bad.explanation
+
+        nameless = await client.ask(sampling={"max_tokens": 0})
+        assert nameless.error is not None
+        listed = await admin.list_refusals("acme")
+        assert listed.gateway_id == app.gateway_id
+        assert [(it.request_id, it.status) for it in listed.refusals] == [
+            ("", "INVALID_ARGUMENT"),
+            ("bad", "INVALID_ARGUMENT"),
+        ]
+        assert "max_tokens" in listed.refusals[0].message
+        assert not listed.refusals[0].may_come_back
+        assert len((await admin.list_refusals("acme", 1)).refusals) == 1
+        assert not (await admin.list_refusals("paid")).refusals
 
         unknown = await admin.explain("paid", "first")  # another tenant's id
         assert unknown.state == "unknown"
@@ -233,6 +247,8 @@ async def test_the_command_line(rig: Rig) -> None:
     assert "queued: it waits for room" in why
     assert "no slot is free" in why
     assert (await run_json("why", "acme", "second"))["num_earlier_here"] == 0
+    assert (await client.ask(request_id="bad", sampling={"temperature": -1.0})).error is not None
+    assert "INVALID_PARAMETER" in (await run("refusals", "acme")).stdout
     assert (await run("workers", key="wrong")).exit_code == 1
     assert (await run("drain-worker", "w9")).exit_code == 1
     assert (await run("drain-worker", "w1")).exit_code == 0

@@ -15,7 +15,7 @@ def refuse(call: WatchedCall, late_id: str, error: TidegateError | None) -> None
 
 
 def fail(endings: Endings, fleet_id: str, error: TidegateError | None = None, late_id: str = "") -> None:
-    call = WatchedCall(fleet_id)
+    call = WatchedCall("acme", fleet_id)
     with pytest.raises(TidegateError), endings.noted(call):
         refuse(call, late_id, error)
 
@@ -31,21 +31,23 @@ def test_the_last_so_many_are_kept_and_the_latest_of_an_id_counts() -> None:
     assert endings.find("acme/2") is None
     found = endings.find("acme/1")
     assert found is not None
-    assert found.error is later
+    assert (found.message, found.status) == ("again", later.status)
 
 
 def test_a_good_end_forgets_an_earlier_bad_one() -> None:
     endings = Endings(SystemClock())
     fail(endings, "acme/1")
-    with endings.noted(WatchedCall("acme/1")):
+    with endings.noted(WatchedCall("acme", "acme/1")):
         pass
     assert endings.find("acme/1") is None
 
 
-def test_the_id_may_come_later_and_none_or_a_monstrous_one_is_not_kept() -> None:
+def test_the_id_may_come_later_and_who_has_none_or_a_monstrous_one_is_only_listed() -> None:
     endings = Endings(SystemClock())
     fail(endings, "", late_id="acme/late")
     assert endings.find("acme/late") is not None
     fail(endings, "")
-    fail(endings, "acme/" + "x" * 4_000_000)
-    assert len(endings) == 1
+    fail(endings, "acme/" + "x" * 4_000_000, LimitExceededError("y" * 4_000_000))
+    assert [len(it.request_id) for it in endings.latest("acme", 10)] == [0, 0, 4]
+    assert len(endings.latest("acme", 1)[0].message) == 1000
+    assert endings.latest("bolt", 10) == []
