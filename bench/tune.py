@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
+from time import monotonic
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -196,6 +197,9 @@ def tune(
     max_seqs: Annotated[int, typer.Option(min=1, max=64, help="Largest max_num_seqs that is tried.")] = 64,
     seed: Annotated[int, typer.Option(help="The same seed makes the same requests.")] = 0,
     output: Annotated[Path | None, typer.Option("--output", "-o", help="File of the results, JSON.")] = None,
+    limit_s: Annotated[
+        float, typer.Option("--limit", min=1.0, help="Seconds; then no other candidate begins.")
+    ] = 600.0,
     page: Annotated[bool, typer.Option("--page", help=f"Write the curve into {PAGE}.")] = False,
 ) -> None:
     """Find max_num_seqs, token budget and block size for latencies that shall be kept, on this machine.
@@ -238,10 +242,16 @@ def tune(
 
     tried: list[Measured] = []
     is_whole, changed = True, None
+    started_s = monotonic()
     try:
         for found in search(measure, target, grid, block_size=16):
             tried.append(found)
-        changed = drift(tried[0], measure(tried[0].candidate))
+            if monotonic() - started_s > limit_s:
+                console.print(f"stopped after {limit_s:g} s; --limit gives it longer", style="yellow", highlight=False)
+                is_whole = False
+                break
+        else:
+            changed = drift(tried[0], measure(tried[0].candidate))
     except KeyboardInterrupt:
         is_whole = False
     except (OpenError, TrialError) as error:

@@ -11,6 +11,7 @@ from typer.testing import CliRunner, Result
 
 from bench.__main__ import app
 from bench.modes.trial import Server, Trial
+from bench.tune import Measured
 from tests.support.models import random_model, save_folder
 
 
@@ -47,6 +48,22 @@ def test_tune_recommends_what_it_measured(folder: Path, tmp_path: Path, monkeypa
     assert written.count("| 512 | 16 |") >= 1
     assert written.startswith("before\n")
     assert written.endswith("after\n")
+
+
+def test_tune_stops_when_its_time_is_over_and_keeps_what_it_has(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("bench.tune.monotonic", iter([0.0, 5.0, 11.0]).__next__)
+    monkeypatch.setattr(
+        "bench.tune.figures", lambda candidate, _trial: Measured(candidate, 10.0 * candidate.max_num_seqs, 1, 1)
+    )
+    path = tmp_path / "tune.json"
+    options = ["--model", str(folder), "--scale", "0.1", "--kv-cache-mib", "8", "--threads", "1", "--max-seqs", "4"]
+    result = run("tune", "--ttft", "9", "--tpot", "9", "--limit", "10", *options, "-o", str(path))
+    assert result.exit_code == 130, result.output
+    document = json.loads(path.read_text())
+    assert not document["is_whole"]
+    assert [each["candidate"]["max_num_seqs"] for each in document["tried"]] == [1, 2]
 
 
 def test_modes_writes_figures_of_all_five(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
