@@ -6,6 +6,8 @@ import asyncio
 from collections import defaultdict
 from collections.abc import Sequence
 
+import redis
+
 from common.types import FinishReason, JobState
 from gateway.store.keys import PoolKeys
 from tests.chaos.cluster import MAX_CONCURRENT, POOL, REQUESTS_PER_MINUTE, Cluster
@@ -150,6 +152,7 @@ def _left(cluster: Cluster) -> list[str]:
     keys = PoolKeys(POOL)
     left = [key for key in cluster.stored_keys() if key.removeprefix(keys.prefix).split(":", 1)[0] not in _LASTING]
     with cluster.store() as client:
+        left = [key for key in left if not _expires(client, key, cluster)]
         left += [f"job {name}" for name in client.zrange(keys.jobs_due, 0, -1)]
         known = {*client.zrange(keys.prefix + "gateways", 0, -1), *client.smembers(keys.ledger_owners)}
         left += [f"dead gateway {name}" for name in known.difference(cluster.gateway_ids)]
@@ -161,6 +164,15 @@ def _left(cluster: Cluster) -> list[str]:
         if gateway.metric("tidegate_gateway_live_streams"):
             left.append(f"{gateway.node.name} streams")
     return left
+
+
+def _expires(client: redis.Redis, key: str, cluster: Cluster) -> bool:
+    """Whether it is the reservation of a request that a gateway died over before it was in queue and books."""
+    kind, _, request_id = key.removeprefix(PoolKeys(POOL).prefix).partition(":")
+    if kind != "reservation":
+        return False
+    slots = PoolKeys(POOL).running(request_id.partition("/")[0])
+    return client.hget(key, "owner") not in cluster.gateway_ids and client.zscore(slots, request_id) is None
 
 
 def check_ledger(cluster: Cluster, calls: Sequence[Call]) -> None:

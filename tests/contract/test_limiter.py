@@ -321,7 +321,7 @@ async def test_after_an_outage_that_slots_may_not_have_survived_nothing_is_grant
     assert await reserve(quick, "acme/3") == Remaining(), "who has no limits need not wait"
     await settle(quick, "acme/3", 0)
     await slow.renew()
-    clock.advance(3)
+    clock.advance(6)
     await refused(quick, "acme/2", 10, limits)
 
 

@@ -5,7 +5,7 @@
 -- Returns {generation, ids that have no reservation, tenants whose shares are recalled}. Such an id has been settled
 -- meanwhile, or the store has lost it.
 local lease, known = tonumber(ARGV[2]), ARGV[3]
-local SETTLING = 3000000 -- several heartbeats
+local SETTLING = 6000000 -- a gateway that says nothing for so long is taken for dead
 local generation, renewed_at = unpack(call('HMGET', STATE, 'generation', 'renewed_at'))
 -- Leases may have run out while nobody could renew them.
 local was_away = generation and NOW - tonumber(renewed_at) > lease / 2

@@ -26,7 +26,7 @@ from tests.support.store_clock import StoreClock, read_script_with_set_clock
 NUM_STEPS = 120
 NUM_GATEWAYS = 3
 OUTAGE_S = 200.0
-SETTLING_S = 3.0
+SETTLING_S = 6.0
 LEASE_S = 1e6  # slots that expire while their gateway is away are for another test
 
 
