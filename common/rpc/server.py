@@ -38,6 +38,7 @@ class ServerOptions:
     # Calls that wait for Python to take them. Beyond it the library drops some at random, which a client sees as a bare
     # CANCELLED; its own bound of 1000 is less than a crowd that reconnects. Refusing is the queue's business.
     max_pending_calls: int = 20_000
+    max_pending_s: int = 300  # and for no longer; the library's own 30 s are less than a crowd may take that reconnects
     reuse_port: bool = False  # several processes on one port: only if asked for, else they hide each other
 
     def to_grpc(self) -> list[tuple[str, int]]:
@@ -54,6 +55,7 @@ class ServerOptions:
             ("grpc.keepalive_timeout_ms", 20_000),
             ("grpc.server.max_pending_requests", self.max_pending_calls),
             ("grpc.server.max_pending_requests_hard_limit", 2 * self.max_pending_calls),
+            ("grpc.server_max_unrequested_time_in_server", self.max_pending_s),
             ("grpc.so_reuseport", int(self.reuse_port)),
         ]
         if self.max_connection_age_s is not None:

@@ -12,10 +12,11 @@ ALLOWED_IMPORTERS = {
     "grpc": ("common.rpc", "gateway.rpc", "gateway.app", "worker.rpc", "worker.app", "client", "bench"),
     "grpc_health": ("common.rpc", "gateway.rpc", "gateway.app", "worker.rpc", "worker.app", "client"),
     "redis": ("gateway.store",),
+    "hiredis": ("gateway.store",),
     "torch": ("worker.model", "worker.kernels", "worker.cache.storage", "worker.cache.swap", "bench"),
     "triton": ("worker.kernels.triton",),
     "numba": ("worker.kernels",),
-    "protos": ("common.rpc", "gateway.rpc", "worker.rpc", "client"),
+    "protos": ("common.rpc", "gateway.rpc", "worker.rpc", "client", "bench.raw_client"),
     "tests": (),
 }
 
