@@ -8,7 +8,7 @@ import dataclasses
 import math
 import random
 import secrets
-from collections.abc import Awaitable, Coroutine, Iterator
+from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -97,7 +97,9 @@ class Worker:
             _log.info("worker_listening", listen=self._settings.listen, port=port, epoch=self._identity.epoch)
             try:
                 tracer = stack.enter_context(_open_trace(self._settings.trace))
-                loaded = await _unless(stop, asyncio.to_thread(load_engine, self._settings, self._clock, tracer))
+                loaded = await _unless(
+                    stop, asyncio.to_thread(load_engine, self._settings, self._clock, tracer, stack.callback)
+                )
                 if loaded is not None:
                     await self._serve(*loaded, port, stop)
             finally:
@@ -174,9 +176,15 @@ class Worker:
 
 
 def load_engine(
-    settings: WorkerSettings, clock: Clock | None = None, tracer: Tracer | None = None
+    settings: WorkerSettings,
+    clock: Clock | None = None,
+    tracer: Tracer | None = None,
+    at_end: Callable[[Callable[[], None]], object] | None = None,
 ) -> tuple[Engine, ModelDescription]:
-    """Loads and warms up everything that computes; blocks for seconds, or minutes if the model must be fetched."""
+    """Loads and warms up everything that computes; blocks for seconds, or minutes if the model must be fetched.
+
+    `at_end` is given what ends the threads of kernels and copies, to be called when no step will follow.
+    """
     path, name = Path(settings.model), settings.model_name
     if not settings.model:
         path = ensure_default_model(on_progress=lambda text: _log.info("model_fetching", progress=text))
@@ -231,6 +239,10 @@ def load_engine(
     now = (clock or SystemClock()).monotonic
     eos_token_ids = model.text.eos_token_ids
     engine = Engine(runner, scheduler, manager, description.limits, eos_token_ids, now, tracer, copier=copier)
+    if at_end is not None:
+        at_end(runner.close)
+        if copier is not None:
+            at_end(copier.close)
     return engine, description
 
 

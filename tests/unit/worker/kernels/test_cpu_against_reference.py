@@ -57,7 +57,7 @@ def test_linear(
     random = generator(rows * columns)
     x = torch.randn(rows + 2, columns, generator=random).to(dtype)
     matrices = [torch.randn(out_features, columns, generator=random) for _ in range(2)]
-    biases = [torch.randn(out_features, generator=random), None] if bias else [None, None]
+    biases: list[Tensor | None] = [torch.randn(out_features, generator=random) if bias else None, None]
     width = out_features if epilogue.is_gated else 2 * out_features
     out_dtype = torch.float32 if epilogue is Epilogue.ADD else dtype
     results = []

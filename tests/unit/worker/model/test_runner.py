@@ -52,7 +52,8 @@ def weights(config: ModelConfig) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(1)
 
     def matrix(rows: int, columns: int) -> Tensor:
-        return torch.randn(rows, columns, generator=generator) * columns**-0.5
+        drawn: Tensor = torch.randn(rows, columns, generator=generator) * columns**-0.5
+        return drawn
 
     def vector(size: int) -> Tensor:
         return 1 + 0.2 * torch.randn(size, generator=generator)
