@@ -107,6 +107,7 @@ class Trunk:
         self.url = url
         self.num_links = 0
         self._timeout_s = timeout_s
+        self._scripts: dict[str, str] = {}  # by digest
         self._pool = _pool(url, 1, timeout_s, None)
         self._wire: Wire | None = None
 
@@ -130,8 +131,12 @@ class Trunk:
         """The connection, a new one if the last is over."""
         if self._wire is None or self._wire.is_over:
             address = self._pool.make_connection()  # type: ignore[no-untyped-call]
-            self._wire = Wire(address, self._timeout_s)
+            self._wire = Wire(address, self._timeout_s, list(self._scripts.values()))
         return self._wire
+
+    def know(self, script: Script) -> None:
+        """Loads a script with each connection from the next one on."""
+        self._scripts[script.digest] = script.source
 
     async def leave(self) -> None:
         """A link closes; with the last one, and after its replies, the connection ends."""
@@ -153,6 +158,15 @@ class Link:
     def heard_at(self) -> float:
         """When the store has answered last, or was asked first after that; the loop's time, 0 if never."""
         return self._trunk.heard_at
+
+    def script(self, name: str, preludes: Sequence[str], read: Callable[[str], str] = read_script) -> Script:
+        """A script that the server is told when it is connected to, so that calls run in the order of their sending.
+
+        One that the server forgets meanwhile is sent once more, behind what was sent after it.
+        """
+        script = Script(name, preludes, read)
+        self._trunk.know(script)
+        return script
 
     def send(self, script: Script, keys: Sequence[str], arguments: Sequence[Argument]) -> asyncio.Future[Any]:
         """Sends a script now. The reply fails with UnavailableError(STORE_UNAVAILABLE) if the store is out of reach."""

@@ -8,7 +8,7 @@ from typing import Any
 from common.errors import LimitExceededError
 from common.types import JobState, Reason
 from gateway.jobs import Job, JobEnd, JobRun
-from gateway.store.connection import Argument, Link, Script, Trunk, text
+from gateway.store.connection import Argument, Link, Trunk, text
 from gateway.store.keys import PoolKeys
 
 _TIMEOUT_S = 2.0
@@ -37,7 +37,7 @@ class RedisJobStore:
         self._ttl_ms = round(ttl_s * 1000)
         self._max_jobs = max_jobs
         self._link = Link(store, timeout_s=timeout_s)
-        self._scripts = {name: Script(f"job_{name}", ("job_common",)) for name in _SCRIPTS}
+        self._scripts = {name: self._link.script(f"job_{name}", ("job_common",)) for name in _SCRIPTS}
 
     async def submit(self, tenant: str, job_id: str, request: bytes, digest: str) -> bool:
         """Keeps a job. See `JobStore.submit`."""

@@ -7,7 +7,7 @@ from typing import Any
 
 from common.types import FinishReason, PositionLogprobs, TokenLogprob
 from gateway.journal import Adopted, Passage
-from gateway.store.connection import Argument, Link, Script, Trunk, text
+from gateway.store.connection import Argument, Link, Trunk, text
 from gateway.store.keys import PoolKeys
 
 _TIMEOUT_S = 2.0
@@ -22,7 +22,7 @@ class RedisJournal:
         self._keys = PoolKeys(pool)
         self._ttl_ms = round(ttl_s * 1000)
         self._link = Link(store, timeout_s=timeout_s)
-        self._scripts = {name: Script(name, ()) for name in _SCRIPTS}
+        self._scripts = {name: self._link.script(name, ()) for name in _SCRIPTS}
 
     async def create(self, request_id: str, *, request: str, digest: str) -> int | None:
         """Begins a journal. See `Journal.create`."""

@@ -10,7 +10,7 @@ from typing import Any
 
 from common.errors import UnavailableError
 from gateway.ledger import UsageRecord
-from gateway.store.connection import Argument, Link, Script, Trunk
+from gateway.store.connection import Argument, Link, Trunk
 from gateway.store.keys import PoolKeys
 
 _TIMEOUT_S = 2.0
@@ -74,8 +74,8 @@ class RedisLedger:
         self._gateway_id = gateway_id
         self._max_records = max_records
         self._link = Link(store, timeout_s=timeout_s)
-        self._scripts = {name: Script(name, ()) for name in _SCRIPTS}
-        self._reaping = Script("ledger_reap", ("clock", "common", "limits"))
+        self._scripts = {name: self._link.script(name, ()) for name in _SCRIPTS}
+        self._reaping = self._link.script("ledger_reap", ("clock", "common", "limits"))
         self._reaping_keys = [*keys.pool_keys(), keys.ledger, keys.ledger_owners]
         self._opens = _Together(self._open)
         self._closes = _Together(self._close)

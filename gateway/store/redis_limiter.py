@@ -14,7 +14,7 @@ from common.types import Reason
 from gateway.admission.limiter import Cost, OverLimitError
 from gateway.admission.limits import Remaining, TenantLimits
 from gateway.admission.shares import NOTHING, Amounts
-from gateway.store.connection import Argument, Link, Script, Trunk, microseconds, read_script, text
+from gateway.store.connection import Argument, Link, Trunk, microseconds, read_script, text
 from gateway.store.keys import PoolKeys
 from gateway.store.limiter_accounts import Account, Accounts, Reservation, amounts_of, limit_arguments, refusal_of
 
@@ -66,7 +66,7 @@ class RedisLimiter:
         self._on_share_used = on_share_used
         self._link = Link(store, timeout_s=bounds.timeout_s)
         names = ("reserve", "settle", "renew", "share", "leave_shares", "budgets")
-        self._scripts = {name: Script(name, _PRELUDES, read_script) for name in names}
+        self._scripts = {name: self._link.script(name, _PRELUDES, read_script) for name in names}
         self._accounts = Accounts(clock)
         self._unsettled: dict[str, tuple[str, int]] = {}  # request id -> tenant, tokens used: the store did not answer
         self._generation = ""  # of the store's content, as the last renewal found it

@@ -22,7 +22,7 @@ from gateway.queueing.queue import (
     WorkerRecord,
     WorkerReport,
 )
-from gateway.store.connection import Argument, Link, Script, Trunk, microseconds, read_script, text
+from gateway.store.connection import Argument, Link, Trunk, microseconds, read_script, text
 from gateway.store.inbox import Inbox
 from gateway.store.keys import PoolKeys
 
@@ -100,8 +100,8 @@ class RedisQueue:
         self._inbox = Inbox(
             store if isinstance(store, str) else store.url, self._keys.inbox(gateway_id), timeout_s=bounds.timeout_s
         )
-        self._scripts = {name: Script(name, _PRELUDES, read_script) for name in _SCRIPT_NAMES}
-        self._scripts["dispatch"] = Script("dispatch", (*_PRELUDES, "credit"), read_script)
+        self._scripts = {name: self._link.script(name, _PRELUDES, read_script) for name in _SCRIPT_NAMES}
+        self._scripts["dispatch"] = self._link.script("dispatch", (*_PRELUDES, "credit"), read_script)
         self._policy: tuple[Argument, ...] = (
             gateway_id,
             microseconds(bounds.report_ttl_s),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from gateway.store.connection import Argument, Link, Script, Trunk, text
+from gateway.store.connection import Argument, Link, Trunk, text
 from gateway.store.keys import PoolKeys
 
 
@@ -17,7 +17,9 @@ class RedisTenantStore:
         keys = PoolKeys(pool)
         self._keys = [keys.tenants, keys.tenants_version]
         self._link = Link(store, timeout_s=timeout_s)
-        self._scripts = {name: Script(name, ()) for name in ("tenants_read", "tenants_write", "tenants_restore")}
+        self._scripts = {
+            name: self._link.script(name, ()) for name in ("tenants_read", "tenants_write", "tenants_restore")
+        }
 
     async def read(self, known_version: int) -> tuple[int, dict[str, str] | None]:
         """The version, and all edits if it is another one than the known. See `TenantStore.read`."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, cast
 
 import hiredis
@@ -46,8 +47,9 @@ class Wire(asyncio.Protocol):
     a server that answers somebody is not out of reach, however many wait.
     """
 
-    def __init__(self, address: AbstractConnection, timeout_s: float) -> None:
-        """`address`: a connection that is never opened, which tells where and as whom to connect. Begins to connect."""
+    def __init__(self, address: AbstractConnection, timeout_s: float, sources: Sequence[str] = ()) -> None:
+        """`address`: a connection that is never opened, which tells where and as whom to connect; `sources`: scripts
+        that the server is to know before the first call. Begins to connect."""
         self._address = address
         self._timeout_s = timeout_s
         self._loop = asyncio.get_running_loop()
@@ -60,6 +62,8 @@ class Wire(asyncio.Protocol):
         self.heard_at = self._loop.time()  # last, or when the first of the calls came
         self.is_over = False
         self._greet()
+        for source in sources:  # a server that refuses takes them with their calls
+            self._order(("SCRIPT", "LOAD", source), lambda done: done.cancelled() or done.exception())
         self._connecting = self._loop.create_task(self._connect())
 
     def send(self, command: tuple[Argument, ...], call: Call) -> None:
@@ -79,13 +83,13 @@ class Wire(asyncio.Protocol):
         address = self._address
         name = () if address.username is None else (address.username,)
         if address.password is not None:
-            self._order(("AUTH", *name, address.password))
+            self._order(("AUTH", *name, address.password), self._obeyed)
         if address.db:
-            self._order(("SELECT", address.db))
+            self._order(("SELECT", address.db), self._obeyed)
 
-    def _order(self, command: tuple[Argument, ...]) -> None:
+    def _order(self, command: tuple[Argument, ...], look: Callable[[asyncio.Future[Any]], object]) -> None:
         done = self._loop.create_future()
-        done.add_done_callback(self._obeyed)
+        done.add_done_callback(look)
         self.send(command, Call("", (), done))
 
     def _obeyed(self, done: asyncio.Future[Any]) -> None:

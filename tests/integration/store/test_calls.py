@@ -48,6 +48,20 @@ async def test_everybody_gets_the_reply_of_its_own_call(link: Link) -> None:
             assert reply == str(number).encode()
 
 
+async def test_calls_run_in_the_order_of_their_sending_on_a_server_that_knows_only_the_later_one(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> None:
+    sources = {"put": "return redis.call('SET', KEYS[1], 'there')", "get": "return redis.call('GET', KEYS[1])"}
+    with LocalRedis(tmp_path_factory.mktemp("redis")) as server:
+        former, link = Link(server.url, timeout_s=5.0), Link(server.url, timeout_s=5.0)
+        assert await former.send(former.script("get", (), sources.__getitem__), ["key"], []) is None
+        await former.close()
+        put, get = (link.script(name, (), sources.__getitem__) for name in ("put", "get"))
+        _, found = await asyncio.gather(link.send(put, ["key"], []), link.send(get, ["key"], []))
+        assert found == b"there"
+        await link.close()
+
+
 async def test_the_reply_of_a_cancelled_call_reaches_nobody_else(link: Link) -> None:
     echo = script(ECHO + " -- cancelled")
     await link.send(echo, [], ["known"])
