@@ -42,7 +42,7 @@ class Memory(Protocol):
 
 
 class _Planned:
-    """What both kinds share: the learned length of outputs, and the free blocks."""
+    """What both kinds share: the learned length of outputs."""
 
     def __init__(self, manager: CacheManager, config: SchedulerConfig) -> None:
         self.thrash = ThrashMeter()
@@ -60,14 +60,6 @@ class _Planned:
     def observe_end(self, request: Request) -> None:
         """See Memory."""
         self._outputs.observe(request)
-
-    def _has_blocks(self, request: Request, num_tokens: int, headroom: int, victims: Sequence[Request]) -> bool:
-        free = self._manager.num_available
-        if victims:
-            free += sum(self._manager.num_freed(victim) for victim in victims)
-        if self._manager.blocks_for(request, num_tokens) + headroom <= free:  # even without a hit
-            return True
-        return self._manager.num_needed(request, num_tokens) + headroom <= free
 
 
 class Reserve(_Planned):
@@ -184,6 +176,14 @@ class LookAhead(_Planned):
             return remaining, held
         most = manager.blocks_for(request, request.num_tokens + remaining) * manager.block_size // manager.num_tables
         return (remaining, held) if remaining + held <= most else (0, most)
+
+    def _has_blocks(self, request: Request, num_tokens: int, headroom: int, victims: Sequence[Request]) -> bool:
+        free = self._manager.num_available
+        if victims:
+            free += sum(self._manager.num_freed(victim) for victim in victims)
+        if self._manager.blocks_for(request, num_tokens) + headroom <= free:  # even without a hit
+            return True
+        return self._manager.num_needed(request, num_tokens) + headroom <= free
 
     def _headroom(self, request: Request, num_others: int) -> int:
         """Blocks that stay free after an admission. A lone request needs none: waiting for more could last for ever."""
