@@ -76,14 +76,14 @@ def test_modes_writes_figures_of_all_five(folder: Path, tmp_path: Path, monkeypa
     assert result.exit_code == 0, result.output
     document = json.loads((tmp_path / "modes.json").read_text())
     assert document["is_whole"]
-    assert [workload["name"] for workload in document["workloads"]] == ["short only", "30 % long"]
+    assert [workload["name"] for workload in document["workloads"]] == ["short only", "30 % long", "azure_conversations"]
     for workload in document["workloads"]:
         assert [mode["mode"] for mode in workload["modes"]] == ["static", "client", "continuous", "paged", "full"]
         assert all(mode["offered"]["completed"] == 5 for mode in workload["modes"])
     assert (tmp_path / "modes.png").read_bytes().startswith(b"\x89PNG")
     written = page.read_text()
     assert "Not measured yet" not in written
-    assert written.count("\n| full |") == 2
+    assert written.count("\n| full |") == 3
     assert written.startswith("before\n")
     assert written.endswith("after\n")
     assert "E[max of 2]/E[mean]" in " ".join(result.output.split())
