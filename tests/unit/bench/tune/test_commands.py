@@ -76,7 +76,11 @@ def test_modes_writes_figures_of_all_five(folder: Path, tmp_path: Path, monkeypa
     assert result.exit_code == 0, result.output
     document = json.loads((tmp_path / "modes.json").read_text())
     assert document["is_whole"]
-    assert [workload["name"] for workload in document["workloads"]] == ["short only", "30 % long", "azure_conversations"]
+    assert [workload["name"] for workload in document["workloads"]] == [
+        "short only",
+        "30 % long",
+        "azure_conversations",
+    ]
     for workload in document["workloads"]:
         assert [mode["mode"] for mode in workload["modes"]] == ["static", "client", "continuous", "paged", "full"]
         assert all(mode["offered"]["completed"] == 5 for mode in workload["modes"])
