@@ -19,7 +19,7 @@ from tests.chaos.invariants import check_all
 from tests.chaos.questions import Question
 from tests.chaos.traffic import Traffic
 
-DURATION_S = float(os.environ.get("TIDEGATE_CHAOS_S", "15"))
+DURATION_S = float(os.environ.get("TIDEGATE_CHAOS_S", "10"))
 ROUND_S = 60.0  # after which everything is made whole, and every invariant is checked
 pytestmark = [pytest.mark.asyncio(loop_scope="package"), pytest.mark.timeout(300 + 4 * DURATION_S)]
 

@@ -84,7 +84,7 @@ class Traffic:
         self.may_break = False  # streams of gateways that are killed or drained break, unless they can be resumed
 
     @asynccontextmanager
-    async def running(self, num_calls: int = 16) -> AsyncIterator[None]:
+    async def running(self, num_calls: int = 12) -> AsyncIterator[None]:
         """Asks while it is open; waits for every answer at the end."""
         askers = [asyncio.create_task(self._ask_on()) for _ in range(num_calls)]
         watching = asyncio.create_task(self._watch_lag())
