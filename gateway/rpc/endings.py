@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections import OrderedDict
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -9,10 +10,11 @@ from dataclasses import dataclass
 from itertools import islice
 
 from common.clock import Clock
-from common.errors import TidegateError
+from common.errors import DeadlineExceededError, TidegateError
 from common.types import Reason
 
 _MAX_MESSAGE_LENGTH = 1000
+_ON_THE_WAY_S = 0.1
 _MAX_ID_LENGTH = 128  # what is longer has been refused for that
 
 
@@ -58,6 +60,11 @@ class Endings:
         except TidegateError as error:
             self._note(watched, error)
             raise
+        except asyncio.CancelledError:
+            # A client that gives up at its deadline may say so before the deadline has come here.
+            if watched.deadline is not None and self._clock.monotonic() >= watched.deadline - _ON_THE_WAY_S:
+                self._note(watched, DeadlineExceededError("the client's own deadline passed"))
+            raise
         else:
             self._endings.pop(watched.fleet_id, None)
 
@@ -84,3 +91,4 @@ class WatchedCall:
 
     tenant_id: str
     fleet_id: str
+    deadline: float | None = None  # the client's, in monotonic seconds

@@ -54,7 +54,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         self, request: inference_pb2.GenerateRequest, context: Any
     ) -> None:
         """Streams one answer."""
-        watched = _watched(request)
+        watched = _watched(request, self._deadline(context))
         with self._endings.noted(watched):
             async with aclosing(self._events(request, context)) as events:
                 await self._write(events, watched, context)
@@ -66,7 +66,8 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         tenant = _tenant()
         if not request.request_id:
             raise InvalidRequestError.of_field("request_id", "is empty; it is the one in Accepted")
-        watched = WatchedCall(tenant.tenant_id, fleet_request_id(tenant.tenant_id, request.request_id))
+        fleet_id = fleet_request_id(tenant.tenant_id, request.request_id)
+        watched = WatchedCall(tenant.tenant_id, fleet_id, self._deadline(context))
         with self._endings.noted(watched):
             events = self._handler.resume(tenant, request.request_id, request.offset, self._deadline(context))
             async with aclosing(events):
@@ -89,7 +90,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         accepted: Accepted | None = None
         finished: Finished | None = None
         deltas: list[TextDelta] = []
-        watched = _watched(request)
+        watched = _watched(request, self._deadline(context))
         with self._endings.noted(watched):
             async with aclosing(self._events(request, context)) as events:
                 async for event in events:
@@ -147,9 +148,10 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         return inference_pb2.ListModelsResponse(models=models)
 
 
-def _watched(request: inference_pb2.GenerateRequest) -> WatchedCall:
+def _watched(request: inference_pb2.GenerateRequest, deadline: float | None) -> WatchedCall:
     tenant_id = _tenant().tenant_id
-    return WatchedCall(tenant_id, fleet_request_id(tenant_id, request.request_id) if request.request_id else "")
+    fleet_id = fleet_request_id(tenant_id, request.request_id) if request.request_id else ""
+    return WatchedCall(tenant_id, fleet_id, deadline)
 
 
 def _tenant() -> Tenant:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import pytest
 
 from common.clock import SystemClock
 from common.errors import LimitExceededError, TidegateError
+from common.types import Reason
 from gateway.rpc.endings import Endings, WatchedCall
 
 
@@ -51,3 +54,16 @@ def test_the_id_may_come_later_and_who_has_none_or_a_monstrous_one_is_only_liste
     assert [len(it.request_id) for it in endings.latest("acme", 10)] == [0, 0, 4]
     assert len(endings.latest("acme", 1)[0].message) == 1000
     assert endings.latest("bolt", 10) == []
+
+
+async def test_a_client_that_hangs_up_at_its_deadline_has_reached_it() -> None:
+    clock = SystemClock()
+    endings = Endings(clock)
+    for number, left_s in enumerate((0.0, 3600.0)):
+        call = WatchedCall("acme", f"acme/{number}", clock.monotonic() + left_s)
+        with pytest.raises(asyncio.CancelledError), endings.noted(call):
+            raise asyncio.CancelledError
+    found = endings.find("acme/0")
+    assert found is not None
+    assert found.reason is Reason.DEADLINE
+    assert endings.find("acme/1") is None
