@@ -103,7 +103,7 @@ def _has_too_few_slots(facts: Facts, bounds: Bounds) -> Answer:
         and _waits_for_something(facts)
         and _slots_are_full(facts, bounds)
         and facts.referenced_share < KV_FULL
-        and facts.step_s < max(bounds.step_budget_s, bounds.first_chunk_s)  # up to where a worker stretches its steps
+        and facts.step_s < bounds.step_budget_s
     )
     change = (
         f"raise max_num_seqs above {bounds.max_num_seqs:.0f}: memory and the steps' time leave room for more requests"

@@ -47,8 +47,7 @@ BUSY = Facts(
         ({"rows_per_step": 9.8}, Cause.SLOTS),
         ({"rows_per_step": 9.8, "queued": 0.0}, Cause.SLOTS),  # the queue's waits tell
         ({"rows_per_step": 9.8, "queued": 0.0, "queue_wait_s": 0.0}, Cause.COMPUTE),
-        ({"rows_per_step": 9.8, "step_s": 0.06}, Cause.SLOTS),  # a worker may stretch its steps to first_chunk_s
-        ({"rows_per_step": 9.8, "step_s": 0.11}, Cause.COMPUTE),
+        ({"rows_per_step": 9.8, "step_s": 0.06}, Cause.COMPUTE),
         ({"rows_per_step": 9.8, "referenced_share": 0.9}, Cause.MEMORY),
         ({"rows_per_step": 9.8, "num_preempted": 1.0}, Cause.SLOTS),
         ({"referenced_share": 0.85}, Cause.MEMORY),
