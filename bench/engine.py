@@ -178,7 +178,6 @@ def load(path: Path, options: EngineOptions) -> tuple[LoadedModel, TimedRunner]:
 def main() -> None:
     """Runs the workloads; prints a line for people and a line for programs for each."""
     arguments = parse()
-    torch.set_num_threads(arguments.threads)
     defaults = EngineOptions()
     options = EngineOptions(
         dtype=getattr(torch, arguments.dtype),

@@ -44,7 +44,6 @@ def real_machine(*, is_shared: bool) -> RealMachine:
     in one thread and counts that thread's time only."""
     threads = 1 if is_shared else EngineOptions().num_threads
     options = EngineOptions(dtype=torch.bfloat16, num_blocks=NUM_BLOCKS, max_num_seqs=NUM_SLOTS, num_threads=threads)
-    torch.set_num_threads(options.num_threads)
     runner = build_runner(load_model(ensure_default_model(on_progress=print), options.dtype), options)
     runner.warm_up()
     return OneCore(runner) if is_shared else RealMachine(runner)

@@ -275,7 +275,6 @@ def parse() -> argparse.Namespace:
 def main() -> None:
     """Runs the rounds, each in the other order than the one before; prints the table."""
     args = parse()
-    torch.set_num_threads(args.threads)
     options = EngineOptions(
         dtype=getattr(torch, args.dtype),
         num_blocks=1 + args.pool_tokens // BLOCK_SIZE,

@@ -6,7 +6,6 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
 from rich.console import Console
 
 from bench.in_process import EngineOptions, build_runner
@@ -55,7 +54,6 @@ def open_model(
         max_num_batched_tokens=max_num_batched_tokens,
         num_threads=num_threads,
     )
-    torch.set_num_threads(num_threads)
     try:
         model = load_model(path or ensure_default_model(on_progress=console.print), options.dtype)
     except (DefaultModelError, ModelLoadError, OSError) as error:

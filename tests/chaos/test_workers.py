@@ -24,7 +24,7 @@ def _cut(worker: Server) -> None:
 async def test_no_harm(cluster: Cluster, traffic: Traffic) -> None:
     before = check_worker_counters(cluster)
     async with traffic.running():
-        await traffic.more(6000)
+        await traffic.more(3000)
     await check_all(cluster, traffic)
     check_worker_counters(cluster, before)
 

@@ -104,7 +104,7 @@ class Traffic:
             await asyncio.sleep(_TICK_S)
             self.lag_s = max(self.lag_s, time.monotonic() - slept_at - _TICK_S)
 
-    async def more(self, num_tokens: int = 1500) -> None:
+    async def more(self, num_tokens: int = 800) -> None:
         """Waits until so many more tokens have come."""
         wanted = self.num_tokens + num_tokens
         await eventually(lambda: self.num_tokens >= wanted, f"{num_tokens} more tokens")

@@ -320,6 +320,9 @@ class CpuBackend:
 
     def program(self, dtype: torch.dtype, num_threads: int) -> CpuProgram:
         """See `Backend.program`."""
+        # The kernels have threads of their own; torch's would wait between two of its operations by spinning, on the
+        # cores that these need.
+        torch.set_num_threads(1)
         return CpuProgram(dtype, num_threads)
 
 
