@@ -160,7 +160,7 @@ def version(peer: Peer) -> str:
     names = [peer.requirement.partition("==")[0], "torch"]
     code = (
         "import importlib.metadata as m, sys\n"
-        "found = {d.name: d.version for d in m.distributions()}\n"
+        "found = {d.name.replace('_', '-'): d.version for d in m.distributions()}\n"
         "print(', '.join(f'{n} {found[n]}' for n in sys.argv[1:] if n in found))"
     )
     return subprocess.run(
