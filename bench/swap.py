@@ -13,7 +13,6 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
-from pathlib import Path
 from statistics import fmean, median
 
 import torch
@@ -21,7 +20,7 @@ from rich.console import Console
 from rich.table import Table
 
 from bench.in_process import SESSION, EngineOptions, build_engine, build_runner
-from bench.report import machine, markdown_table, replace_block
+from bench.report import PAGE, machine, markdown_table, replace_block
 from bench.workload import FIRST_TOKEN_ID, LAST_TOKEN_ID, Kind, Work
 from common.default_model import ensure_default_model
 from common.types import SamplingParams
@@ -39,7 +38,6 @@ SHORT = Kind("short", up_to=0.7, prompt=(20, 120), output=(20, 60))
 LONG = Kind("long", up_to=1.0, prompt=(500, 900), output=(200, 300))
 BLOCK_SIZE = 16
 MIB = 2**20
-PAGE = Path("docs/performance.md")
 
 
 def crowd(num_requests: int, *, seed: int = 0) -> list[Work]:

@@ -19,13 +19,12 @@ from bench.modes.report import LEGEND, document, gain_line, markdown, table
 from bench.modes.summary import WorkloadFigures, summarize
 from bench.modes.trial import Setting, TrialError
 from bench.modes.workloads import MIXES, Workload, mix, replayed
-from bench.report import machine, replace_block
+from bench.report import PAGE, machine, replace_block
 from bench.traces import TraceError, load_trace, parse_range
 from common.types import ModelLimits
 from worker.engine.modes import MODES
 
 EXIT_FAILED, EXIT_INTERRUPTED = 1, 130
-PAGE = Path("docs/performance.md")
 PAGE_BLOCK = "modes"
 MAX_BATCHED_TOKENS = Setting("", 1).max_num_batched_tokens
 """A step's tokens in every mode; there cannot be more slots."""

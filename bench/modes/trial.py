@@ -159,17 +159,16 @@ class Server:
             keyed_digest(b"bench"),
             prefix_cache=mode.prefix_cache,
         )
-        self._has_prefix_cache = mode.prefix_cache
         config = SchedulerConfig(
             max_num_seqs=setting.max_num_seqs,
             max_num_batched_tokens=setting.max_num_batched_tokens,
             max_chunk_tokens=setting.max_num_batched_tokens,
             step_budget_s=setting.step_budget_s,
         )
-        self._scheduler = Scheduler(self._manager, config, mode)
+        scheduler = Scheduler(self._manager, config, mode)
         own = replace(limits, num_blocks=self._manager.pool.num_usable, max_num_seqs=setting.max_num_seqs)
         self._engine = Engine(
-            self._executor, self._scheduler, self._manager, own, (), machine.now, max_waiting=len(workload.jobs)
+            self._executor, scheduler, self._manager, own, (), machine.now, max_waiting=len(workload.jobs)
         )
         self._engine.open_session(SESSION)
 
@@ -269,21 +268,6 @@ class Server:
             trial.busy_s += step_s
             trial.row_s += step_s * stats.num_rows
             num_usable = self._manager.pool.num_usable
-            trial.stored_s += step_s * self._num_stored(stats.referenced_blocks) / (num_usable * self._block_size)
+            trial.stored_s += step_s * stats.num_held_tokens / (num_usable * self._executor.block_size)
             trial.referenced_s += step_s * stats.referenced_blocks / num_usable
         return num_ended
-
-    @property
-    def _block_size(self) -> int:
-        return self._executor.block_size
-
-    def _num_stored(self, num_referenced: int) -> int:
-        """Token slots that hold a token of a running request; what several share counts once."""
-        running = self._scheduler.running
-        own_tokens = sum(
-            max(0, request.num_computed - request.num_shared_blocks * self._block_size) for request in running
-        )
-        if not self._has_prefix_cache:
-            return own_tokens
-        own_blocks = sum(len(request.block_ids) - request.num_shared_blocks for request in running)
-        return own_tokens + max(0, num_referenced - own_blocks) * self._block_size
