@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Self, TypeVar
@@ -21,6 +22,7 @@ from protos.inference.v1 import inference_pb2, inference_pb2_grpc, jobs_pb2, job
 
 SERVICE_NAME = "inference.v1.Inference"
 
+_STATUS_WAIT_S = 1.0  # for a call's status, once its answer is whole
 _DEFAULT_SAMPLING = Sampling()
 _Request = TypeVar("_Request")
 _Answer = TypeVar("_Answer")
@@ -119,7 +121,7 @@ class Client:
         idempotency_key: str = "",
         timeout_s: float | None = None,
     ) -> AsyncGenerator[Event, None]:
-        """One Accepted, any number of Deltas, one Finished.
+        """One Accepted, any number of Deltas, one Finished. Nothing is raised behind that: the answer is whole.
 
         The request is cancelled when the caller stops iterating: at once with `contextlib.aclosing`, else when the
         iterator is collected. `timeout_s` bounds the whole answer, waits before retries included.
@@ -159,16 +161,15 @@ class Client:
             has_begun = False
             call = method(request, timeout=retry.time_left_s(), metadata=self._metadata)
             try:
-                is_finished = False
                 async for response in call:
                     has_begun = True
                     event = to_event(response)
                     if event is not None:
-                        is_finished = is_finished or isinstance(event, Finished)
                         yield event
-                if not is_finished:
-                    raise ClientError("INTERNAL", "the stream ended without saying how the answer ended")
-                return
+                    if isinstance(event, Finished):
+                        await _over(call)
+                        return
+                raise ClientError("INTERNAL", "the stream ended without saying how the answer ended")
             except grpc.aio.AioRpcError as error:
                 failure = from_rpc_error(error)
                 wait_s = None if has_begun else retry.wait_s(failure)
@@ -299,6 +300,17 @@ class Client:
                 if wait_s is None:
                     raise failure from error
             await self._sleep(wait_s)
+
+
+async def _over(call: grpc.aio.UnaryStreamCall[_Request, inference_pb2.GenerateResponse]) -> None:
+    """Waits for the formal end of a call whose answer is whole, so that its server does not see it cancelled.
+
+    What becomes of the connection meanwhile says nothing about the answer any more.
+    """
+    with suppress(grpc.aio.AioRpcError, TimeoutError):
+        async with asyncio.timeout(_STATUS_WAIT_S):
+            async for _ in call:
+                pass
 
 
 class _Retry:

@@ -70,7 +70,9 @@ class InferenceServicer:
     """Missing associated documentation comment in .proto file."""
 
     def Generate(self, request, context):
-        """Streams one answer: one accepted, any number of deltas, one finished.
+        """Streams one answer: one accepted, any number of deltas, one finished. With finished the answer is whole and billed: a client
+        must take no failure of the call behind it for a failure of the answer, as the gateway may die between the two. A stream that
+        fails before it has not ended: Resume or the idempotency key go on with it.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -85,7 +87,7 @@ class InferenceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Complete(self, request, context):
-        """The same as Generate, in one message.
+        """The same as Generate, in one message. One whose answer is lost on its way is found again by its idempotency key.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -32,13 +32,16 @@ class InferenceStub:
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> InferenceAsyncStub: ...
     Generate: _grpc.UnaryStreamMultiCallable[_inference_pb2.GenerateRequest, _inference_pb2.GenerateResponse]
-    """Streams one answer: one accepted, any number of deltas, one finished."""
+    """Streams one answer: one accepted, any number of deltas, one finished. With finished the answer is whole and billed: a client
+    must take no failure of the call behind it for a failure of the answer, as the gateway may die between the two. A stream that
+    fails before it has not ended: Resume or the idempotency key go on with it.
+    """
     Resume: _grpc.UnaryStreamMultiCallable[_inference_pb2.ResumeRequest, _inference_pb2.GenerateResponse]
     """The rest of a resumable answer, at any gateway: one accepted, the deltas behind `offset`, one finished. Ends a stream of it
     that is still open. What was generated before is replayed, the rest is generated. NOT_FOUND once the answer is forgotten.
     """
     Complete: _grpc.UnaryUnaryMultiCallable[_inference_pb2.GenerateRequest, _inference_pb2.CompleteResponse]
-    """The same as Generate, in one message."""
+    """The same as Generate, in one message. One whose answer is lost on its way is found again by its idempotency key."""
     Cancel: _grpc.UnaryUnaryMultiCallable[_inference_pb2.CancelRequest, _inference_pb2.CancelResponse]
     """Ends a live request of the caller's tenant, wherever it runs."""
     CountTokens: _grpc.UnaryUnaryMultiCallable[_inference_pb2.CountTokensRequest, _inference_pb2.CountTokensResponse]
@@ -50,13 +53,16 @@ class InferenceStub:
 class InferenceAsyncStub(InferenceStub):
     def __init__(self, channel: _aio.Channel) -> None: ...
     Generate: _aio.UnaryStreamMultiCallable[_inference_pb2.GenerateRequest, _inference_pb2.GenerateResponse]  # type: ignore[assignment]
-    """Streams one answer: one accepted, any number of deltas, one finished."""
+    """Streams one answer: one accepted, any number of deltas, one finished. With finished the answer is whole and billed: a client
+    must take no failure of the call behind it for a failure of the answer, as the gateway may die between the two. A stream that
+    fails before it has not ended: Resume or the idempotency key go on with it.
+    """
     Resume: _aio.UnaryStreamMultiCallable[_inference_pb2.ResumeRequest, _inference_pb2.GenerateResponse]  # type: ignore[assignment]
     """The rest of a resumable answer, at any gateway: one accepted, the deltas behind `offset`, one finished. Ends a stream of it
     that is still open. What was generated before is replayed, the rest is generated. NOT_FOUND once the answer is forgotten.
     """
     Complete: _aio.UnaryUnaryMultiCallable[_inference_pb2.GenerateRequest, _inference_pb2.CompleteResponse]  # type: ignore[assignment]
-    """The same as Generate, in one message."""
+    """The same as Generate, in one message. One whose answer is lost on its way is found again by its idempotency key."""
     Cancel: _aio.UnaryUnaryMultiCallable[_inference_pb2.CancelRequest, _inference_pb2.CancelResponse]  # type: ignore[assignment]
     """Ends a live request of the caller's tenant, wherever it runs."""
     CountTokens: _aio.UnaryUnaryMultiCallable[_inference_pb2.CountTokensRequest, _inference_pb2.CountTokensResponse]  # type: ignore[assignment]
@@ -71,7 +77,10 @@ class InferenceServicer(metaclass=_abc_1.ABCMeta):
         request: _inference_pb2.GenerateRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_inference_pb2.GenerateResponse], _abc.AsyncIterator[_inference_pb2.GenerateResponse]]:
-        """Streams one answer: one accepted, any number of deltas, one finished."""
+        """Streams one answer: one accepted, any number of deltas, one finished. With finished the answer is whole and billed: a client
+        must take no failure of the call behind it for a failure of the answer, as the gateway may die between the two. A stream that
+        fails before it has not ended: Resume or the idempotency key go on with it.
+        """
 
     @_abc_1.abstractmethod
     def Resume(
@@ -89,7 +98,7 @@ class InferenceServicer(metaclass=_abc_1.ABCMeta):
         request: _inference_pb2.GenerateRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_inference_pb2.CompleteResponse, _abc.Awaitable[_inference_pb2.CompleteResponse]]:
-        """The same as Generate, in one message."""
+        """The same as Generate, in one message. One whose answer is lost on its way is found again by its idempotency key."""
 
     @_abc_1.abstractmethod
     def Cancel(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from typing import Any
 
 import grpc
@@ -48,6 +48,7 @@ class ScriptedGateway(inference_pb2_grpc.InferenceServicer):
         self.requests: list[Any] = []
         self.metadata: list[dict[str, str]] = []
         self.has_ended = asyncio.Event()  # a call; one that waits for ever ends only when it is cancelled
+        self.was_cancelled = False
 
     async def Generate(self, request: Any, context: Any) -> AsyncIterator[Any]:
         async for message in self._play(request, context):
@@ -70,16 +71,18 @@ class ScriptedGateway(inference_pb2_grpc.InferenceServicer):
             if isinstance(step, TidegateError):
                 await context.abort_with_status(rpc_status.to_status(to_rich_status(step)))
             elif isinstance(step, asyncio.Event):
-                await step.wait()
+                try:
+                    await step.wait()
+                except asyncio.CancelledError:
+                    self.was_cancelled = True
+                    raise
             else:
                 yield step
 
 
 @asynccontextmanager
-async def connected(
-    gateway: ScriptedGateway, make: Callable[[str], Client] = Client, *, register: Callable[[Any], None] | None = None
-) -> AsyncIterator[Client]:
-    """A client of `gateway` over a real connection."""
+async def serving(gateway: ScriptedGateway, *, register: Callable[[Any], None] | None = None) -> AsyncIterator[str]:
+    """The address of `gateway`."""
     server = grpc.aio.server()
     inference_pb2_grpc.add_InferenceServicer_to_server(gateway, server)
     if register is not None:
@@ -87,7 +90,52 @@ async def connected(
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
     try:
-        async with make(f"127.0.0.1:{port}") as client:
-            yield client
+        yield f"127.0.0.1:{port}"
     finally:
         await server.stop(None)
+
+
+@asynccontextmanager
+async def connected(
+    gateway: ScriptedGateway, make: Callable[[str], Client] = Client, *, register: Callable[[Any], None] | None = None
+) -> AsyncIterator[Client]:
+    """A client of `gateway` over a real connection."""
+    async with serving(gateway, register=register) as address, make(address) as client:
+        yield client
+
+
+class BreakableLink:
+    """A way to an address over which everything comes through, until `cut` closes its connections."""
+
+    def __init__(self, target: str) -> None:
+        host, _, port = target.rpartition(":")
+        self._target = (host, int(port))
+        self._writers: list[asyncio.StreamWriter] = []
+
+    @asynccontextmanager
+    async def open(self) -> AsyncIterator[str]:
+        """The address to connect to."""
+        server = await asyncio.start_server(self._forward, "127.0.0.1", 0)
+        try:
+            yield f"127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        finally:
+            server.close()
+            self.cut()
+
+    def cut(self) -> None:
+        """Both ends are told."""
+        for writer in self._writers:
+            writer.transport.abort()
+
+    async def _forward(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        target_reader, target_writer = await asyncio.open_connection(*self._target)
+        self._writers += [writer, target_writer]
+        await asyncio.gather(_copy(reader, target_writer), _copy(target_reader, writer))
+
+
+async def _copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    with suppress(OSError):  # cut
+        while block := await reader.read(65536):
+            writer.write(block)
+            await writer.drain()
+    writer.close()

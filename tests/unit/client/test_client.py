@@ -30,6 +30,7 @@ from client import (
 )
 from client.errors import DETAILS_KEY, from_rpc_error
 from common.errors import (
+    DeadlineExceededError,
     FieldViolation,
     InvalidRequestError,
     LimitExceededError,
@@ -40,7 +41,7 @@ from common.errors import (
 )
 from common.types import Band, FinishReason, Reason, Usage
 from protos.inference.v1 import inference_pb2, types_pb2
-from tests.unit.client.scripted import ScriptedGateway, accepted, connected, delta, finished
+from tests.unit.client.scripted import BreakableLink, ScriptedGateway, accepted, connected, delta, finished, serving
 
 PROMPT = Text("hi")
 BUSY = LimitExceededError(
@@ -269,6 +270,37 @@ async def test_stream_without_an_end_is_an_error() -> None:
     async with connected(ScriptedGateway([accepted(), delta("a")])) as client:
         with pytest.raises(ClientError, match="without saying how"):
             await events_of(client)
+
+
+@pytest.mark.parametrize("method", ["generate", "resume"])
+@pytest.mark.parametrize("how", ["failed", "deadline", "cut", "silent"])
+async def test_nothing_behind_the_finish_is_a_failure(method: str, how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A gateway may die between the two. The answer is whole."""
+    if how == "silent":
+        monkeypatch.setattr("client.client._STATUS_WAIT_S", 0.05)
+    behind = {"failed": UnavailableError("gone"), "deadline": DeadlineExceededError("late")}.get(how, asyncio.Event())
+    gateway = ScriptedGateway([accepted(), delta("a"), finished(), behind])
+    events: list[Event] = []
+    async with serving(gateway) as direct:
+        link = BreakableLink(direct)
+        async with link.open() as address, Client(address) as client:
+            async for event in client.generate(PROMPT) if method == "generate" else client.resume("r1"):
+                events.append(event)
+                if how == "cut" and isinstance(event, Finished):
+                    link.cut()
+    assert [type(event) for event in events] == [Accepted, Delta, Finished]
+
+
+async def test_a_whole_answer_is_not_cancelled() -> None:
+    """However long its reader takes over the finish, its gateway may end the call in its own time."""
+    gate = asyncio.Event()
+    gateway = ScriptedGateway([accepted(), finished(), gate])
+    async with connected(gateway) as client:
+        async for event in client.generate(PROMPT):
+            if isinstance(event, Finished):
+                asyncio.get_running_loop().call_later(0.1, gate.set)
+        await asyncio.wait_for(gateway.has_ended.wait(), 10)
+    assert not gateway.was_cancelled
 
 
 async def test_events_of_a_newer_server_are_skipped() -> None:
