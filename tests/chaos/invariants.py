@@ -33,11 +33,14 @@ _LASTING = {
 }
 Record = dict[str, str]
 _ON_THE_WAY_S = 1.0  # for an event, besides the time for which its reader was busy
-_SETTLING_S = 20.0
+_SETTLING_S = 60.0
 
 
 async def check_all(cluster: Cluster, traffic: Traffic, *, forgotten: Sequence[Call] = ()) -> None:
-    """Every invariant, of every call of the traffic. `forgotten`: calls whose records were lost with the store."""
+    """Every invariant, of every call of the traffic.
+
+    `forgotten`: calls whose records may be lost, with the store, or with a gateway that could not reach it.
+    """
     faults = []
     try:
         await check_nothing_left(cluster)

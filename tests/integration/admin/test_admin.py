@@ -202,7 +202,7 @@ async def test_a_gateway_is_told_to_drain(rig: Rig) -> None:
     app = await rig.gateway(admin_key=ADMIN_KEY)
     async with admin_of(app) as admin:
         assert (await admin.drain_gateway()).gateway_id == app.gateway_id
-    await asyncio.wait_for(app.drain_wanted.wait(), 5)
+    await asyncio.wait_for(app.drain_wanted.wait(), 30)
 
 
 async def test_the_command_line(rig: Rig) -> None:

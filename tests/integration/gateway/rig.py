@@ -255,7 +255,7 @@ async def until_health(client: Client, service: str, status: int, timeout_s: flo
             return
 
 
-async def eventually(condition: Callable[[], bool], timeout_s: float = 10) -> None:
+async def eventually(condition: Callable[[], bool], timeout_s: float = 30) -> None:
     """Waits until a condition holds which nobody announces; fails after `timeout_s`."""
     async with asyncio.timeout(timeout_s):
         while not condition():  # noqa: ASYNC110 - nobody announces it

@@ -166,7 +166,7 @@ async def test_a_refusal_puts_the_request_back_in_its_place(bench: Bench, reason
     await bench.claim(live)
     bench.dispatcher.on_rejected("w1", RejectedEvent("acme/r1", 1, reason, ""))
     assert live.lifecycle.state is RequestState.QUEUED
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(30):
         while not bench.queue.requeued:  # noqa: ASYNC110 - after a short delay
             await asyncio.sleep(0.005)
     assert bench.queue.requeued == [("acme/r1", 1, Place.SAME, 3)]
@@ -218,7 +218,7 @@ async def test_reports_survive_a_store_that_is_away(bench: Bench) -> None:
     assert not bench.store.is_up
     bench.dispatcher.on_usage("w1", BlockUsage(2, 1, 1, 1, 0, 0, 0, 1, (ClaimRef("acme/b", 1),)))
     bench.queue.is_down = False
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(30):
         while not bench.queue.reports:  # noqa: ASYNC110 - after a backoff
             await asyncio.sleep(0.005)
     [report] = bench.queue.reports
