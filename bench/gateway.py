@@ -27,9 +27,10 @@ from statistics import median
 import psutil
 
 from bench.gateway_report import Plan, Result, describe, percentile
-from bench.null_worker import STAMP_CHARS, run, seconds_since
+from bench.null_worker import STAMP_CHARS, seconds_since
 from bench.raw_client import RawClient
 from bench.report import replace_block
+from common import event_loop
 from common.local_redis import LocalRedis
 from common.rpc.probe import wait_until_serving
 from launcher.ports import free_ports
@@ -295,7 +296,7 @@ def main() -> None:
 
     gc.freeze()
     gc.set_threshold(50_000, *gc.get_threshold()[1:])
-    run(program())
+    event_loop.run(program())
     print(outcome[0])
     if arguments.write:
         replace_block(PAGE, "gateway", outcome[0])

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any, cast
 
+from common import event_loop
 from common.clock import SystemClock
 from common.rpc.server import RpcServer, ServerOptions
 from common.types import Band, BlockUsage, ClaimRef, FinishReason, ModelDescription, ModelLimits, SamplingParams
@@ -238,16 +239,6 @@ async def serve(listen: str, rate: float, batch: int, max_num_seqs: int) -> None
     await engine.run()
 
 
-def run(program: Any) -> None:
-    """Runs a coroutine on the fast event loop where there is one, as the gateway does."""
-    try:
-        import uvloop
-    except ImportError:
-        asyncio.run(program)
-    else:
-        uvloop.run(program)
-
-
 def main() -> None:
     """The command line."""
     parser = argparse.ArgumentParser(description="A worker without a model, for measuring gateways.")
@@ -256,7 +247,7 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=64, help="requests that step together")
     parser.add_argument("--max-num-seqs", type=int, default=512, help="requests at most")
     arguments = parser.parse_args()
-    run(serve(arguments.listen, arguments.rate, arguments.batch, arguments.max_num_seqs))
+    event_loop.run(serve(arguments.listen, arguments.rate, arguments.batch, arguments.max_num_seqs))
 
 
 if __name__ == "__main__":

@@ -61,13 +61,18 @@ class Answer:
 
     def take(self, delivery: Delivery) -> tuple[list[TextDelta], Outcome | None]:
         """What is to be sent now, and the outcome if this was the end."""
-        num_known = max(self._offset - self.num_completion_tokens, 0)
-        if num_known:
-            self._push(delivery.token_ids[:num_known], [])
-        deltas = [
-            self._push(delivery.token_ids[start : start + _MAX_DELTA_TOKENS], delivery.logprobs[start:])
-            for start in range(num_known, len(delivery.token_ids), _MAX_DELTA_TOKENS)
-        ]
+        token_ids, logprobs = delivery.token_ids, delivery.logprobs
+        num_known = self._offset - self.num_completion_tokens
+        if num_known > 0:
+            self._push(token_ids[:num_known], [])
+            token_ids, logprobs = token_ids[num_known:], logprobs[num_known:]
+        deltas = []
+        if len(token_ids) <= _MAX_DELTA_TOKENS:
+            if token_ids:
+                deltas.append(self._push(token_ids, logprobs))
+        else:
+            for start in range(0, len(token_ids), _MAX_DELTA_TOKENS):
+                deltas.append(self._push(token_ids[start : start + _MAX_DELTA_TOKENS], logprobs[start:]))
         outcome: Outcome | None = None
         if self._text.is_stopped:
             outcome = finished(FinishReason.STOP)

@@ -283,23 +283,25 @@ class Dispatcher:
 
     def on_tokens(self, worker_id: str, event: TokensEvent) -> None:
         """Hands new tokens to the stream; those of an attempt that is over are dropped."""
-        live = self._live.get(event.request_id)
-        if live is None or not live.is_running_on(worker_id, event.attempt):
-            self.on_late_tokens(len(event.token_ids))
+        request_id, attempt, token_ids, _, finish_reason, _ = event
+        live = self._live.get(request_id)
+        if live is None or not live.is_running_on(worker_id, attempt) or live.claim is None:
+            self.on_late_tokens(len(token_ids))
             return
-        if event.finish_reason is FinishReason.CANCELLED and live.claim is not None:
+        if finish_reason is FinishReason.CANCELLED:
             # Nobody here asked for it: the worker gave the request up, e.g. at the end of its drain.
             session = self._fleet.session(worker_id, live.claim.worker_epoch)
-            self.on_late_tokens(len(event.token_ids))
+            self.on_late_tokens(len(token_ids))
             is_draining = session is not None and session.state is WorkerState.DRAINING
             self._resume(live, live.claim, "given_up", is_loss=not is_draining)
             return
-        if live.claim is not None and (live.belief is not None or event.finish_reason is not None):
+        if live.belief is not None or finish_reason is not None:
             self._affinity.heard(live, live.claim, event)
         now = self._clock.monotonic()
-        if event.token_ids and live.last_token_at is not None:
-            self._metrics.of_band(live.request.band).itl.observe(now - live.last_token_at)
-        self.output_meter.add(live.flow, len(event.token_ids))
+        if token_ids:
+            if live.last_token_at is not None:
+                self._metrics.of_band(live.request.band).itl.observe(now - live.last_token_at)
+            self.output_meter.add(live.flow, len(token_ids))
         live.receive(event, now)
         if not live.is_paused and live.mailbox.num_unread_tokens >= self._settings.max_unread_tokens:
             self.set_paused(live, True)

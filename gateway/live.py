@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
-from common.types import Band, FinishReason, PositionLogprobs, SamplingParams, Usage
+from common.types import Band, SamplingParams, Usage
 from common.window import salt_of
 from gateway.admission.limits import Remaining
 from gateway.journal import Pen
@@ -197,38 +197,38 @@ class LiveRequest:
     def is_running_on(self, worker_id: str, attempt: int) -> bool:
         """Whether an event of that attempt on that worker is about the present."""
         claim = self.claim
-        is_current = claim is not None and claim.worker_id == worker_id and claim.attempt == attempt
-        return is_current and not self.lifecycle.is_ended
+        if claim is None or claim.worker_id != worker_id or claim.attempt != attempt:
+            return False
+        return self.lifecycle.outcome is None
 
     def receive(self, event: TokensEvent, now: float) -> None:
         """Takes in new tokens of the current attempt."""
-        if event.token_ids:
-            if self.lifecycle.state is RequestState.DISPATCHED:
-                self.lifecycle.advance(RequestState.STREAMING)
-            if self.first_token_at is None:
-                self.first_token_at = now
+        _, attempt, token_ids, logprobs, finish_reason, num_cached = event
+        if token_ids:
             self.last_token_at = now
-            self.num_refusals = 0
-            if self.output_token_ids and event.attempt != self._heard_attempt:
-                self.num_recomputed_tokens += max(self.num_input_tokens - event.cached_prompt_tokens, 0)
-            self._heard_attempt = event.attempt
-        if event.cached_prompt_tokens and not self.output_token_ids:
+            if attempt != self._heard_attempt:
+                self._begin_to_hear(attempt, num_cached, now)
+        if num_cached and not self.output_token_ids:
             # A later attempt finds tokens that this request itself has left: that is no saving to tell of.
-            self.cached_prompt_tokens = min(event.cached_prompt_tokens, len(self.request.prompt_token_ids))
-        self.output_token_ids.extend(event.token_ids)
+            self.cached_prompt_tokens = min(num_cached, len(self.request.prompt_token_ids))
+        self.output_token_ids.extend(token_ids)
         if self.pen is not None:
-            self.pen.unwritten.add(event.token_ids, event.logprobs, event.finish_reason)
-        self.put_tokens(event.token_ids, event.logprobs, event.finish_reason)
-
-    def put_tokens(
-        self, token_ids: tuple[int, ...], logprobs: tuple[PositionLogprobs, ...], reason: FinishReason | None
-    ) -> None:
-        """Hands tokens to the client's stream; the worker is done with it if a reason is given."""
-        if reason is not None:
+            self.pen.unwritten.add(token_ids, logprobs, finish_reason)
+        if finish_reason is not None:
             self.claim = None
             self.is_generated = True
-        if token_ids or reason is not None:
-            self.mailbox.put_tokens(token_ids, logprobs, reason)
+        if token_ids or finish_reason is not None:
+            self.mailbox.put_tokens(token_ids, logprobs, finish_reason)
+
+    def _begin_to_hear(self, attempt: int, num_cached: int, now: float) -> None:
+        """An attempt has made its first token."""
+        self._heard_attempt = attempt
+        self.lifecycle.advance(RequestState.STREAMING)
+        self.num_refusals = 0
+        if self.first_token_at is None:
+            self.first_token_at = now
+        if self.output_token_ids:
+            self.num_recomputed_tokens += max(self.num_input_tokens - num_cached, 0)
 
     def end(self, outcome: Outcome) -> None:
         """Asks the handler to end it."""

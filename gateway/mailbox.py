@@ -26,6 +26,7 @@ class Mailbox:
     def __init__(self) -> None:
         self._delivery: Delivery | None = None
         self._waiter: asyncio.Future[None] | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None  # of the reader; asking for it costs a system call
 
     def __repr__(self) -> str:
         return f"Mailbox({self._delivery})"
@@ -39,25 +40,27 @@ class Mailbox:
         self, token_ids: Sequence[int], logprobs: Sequence[PositionLogprobs], finish_reason: FinishReason | None
     ) -> None:
         """Adds tokens behind the unread ones."""
-        delivery = self._open()
+        delivery = self._delivery
+        if delivery is None:
+            self._hand_over(Delivery(list(token_ids), list(logprobs), finish_reason))
+            return
         delivery.token_ids.extend(token_ids)
-        if logprobs:
-            delivery.logprobs.extend(logprobs)
+        delivery.logprobs.extend(logprobs)
         if finish_reason is not None:
             delivery.finish_reason = finish_reason
-        self._wake()
 
     def put_end(self, outcome: Outcome) -> None:
         """Tells the reader to end; the first end stays."""
-        delivery = self._open()
-        if delivery.end is None:
-            delivery.end = outcome
-        self._wake()
+        if self._delivery is None:
+            self._hand_over(Delivery(end=outcome))
+        elif self._delivery.end is None:
+            self._delivery.end = outcome
 
     async def take(self) -> Delivery:
         """Everything unread, as one delivery; waits for the first."""
         if self._delivery is None:
-            self._waiter = asyncio.get_running_loop().create_future()
+            self._loop = self._loop or asyncio.get_running_loop()
+            self._waiter = self._loop.create_future()
             try:
                 await self._waiter
             finally:
@@ -66,11 +69,7 @@ class Mailbox:
         assert delivery is not None, "woken without a delivery"
         return delivery
 
-    def _open(self) -> Delivery:
-        if self._delivery is None:
-            self._delivery = Delivery()
-        return self._delivery
-
-    def _wake(self) -> None:
+    def _hand_over(self, delivery: Delivery) -> None:
+        self._delivery = delivery
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)

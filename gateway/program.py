@@ -6,11 +6,10 @@ import asyncio
 import gc
 import signal
 import sys
-from collections.abc import Coroutine
-from typing import Any
 
 import structlog
 
+from common import event_loop
 from common.log import setup_logging
 from gateway.app import GatewayApp
 from gateway.config import GatewaySettings
@@ -74,15 +73,6 @@ def _spare_collector() -> None:
     gc.set_threshold(_YOUNG_OBJECTS, *gc.get_threshold()[1:])
 
 
-def _run(program: Coroutine[Any, Any, None]) -> None:
-    try:
-        import uvloop
-    except ImportError:  # not made for every platform
-        asyncio.run(program)
-    else:
-        uvloop.run(program)
-
-
 def run_one_of_several(settings: GatewaySettings, url: str) -> None:
     """One gateway in a process of several, until a signal."""
     setup_logging(settings.log_level, settings.log_format, program="gateway")
@@ -92,6 +82,6 @@ def run_one_of_several(settings: GatewaySettings, url: str) -> None:
 def run(settings: GatewaySettings, url: str) -> None:
     """One gateway until a signal. Exits with 1 and one line of explanation if files, ports or store are at fault."""
     try:
-        _run(serve(settings, url))
+        event_loop.run(serve(settings, url))
     except (TenantsFileError, OSError) as error:
         sys.exit(f"gateway: {error}")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Mapping
 
 from gateway.queueing.queue import Flow
@@ -12,7 +12,7 @@ class OutputMeter:
     """What flows got since the queue was told last. On one event loop."""
 
     def __init__(self) -> None:
-        self._tokens: Counter[Flow] = Counter()
+        self._tokens: defaultdict[Flow, int] = defaultdict(int)
 
     def __repr__(self) -> str:
         return f"OutputMeter({sum(self._tokens.values())} tokens of {len(self._tokens)} flows)"
@@ -24,9 +24,10 @@ class OutputMeter:
 
     def take(self) -> Mapping[Flow, int]:
         """Everything counted since the last time; it is then the caller's to charge."""
-        taken, self._tokens = self._tokens, Counter()
+        taken, self._tokens = self._tokens, defaultdict(int)
         return taken
 
     def give_back(self, tokens: Mapping[Flow, int]) -> None:
         """What could not be charged."""
-        self._tokens.update(tokens)
+        for flow, num_tokens in tokens.items():
+            self._tokens[flow] += num_tokens

@@ -81,6 +81,7 @@ class GrpcWorkerSession:
         self._numbers = itertools.count(1)
         self.usage: BlockUsage | None = None  # as the worker said last
         self._current: dict[str, tuple[str, int]] = {}  # request id -> wire id and attempt of its latest submission
+        self._request_ids: dict[str, str] = {}  # wire id -> request id, of the same
         self._num_silent_ticks = 0
 
     def __repr__(self) -> str:
@@ -111,14 +112,17 @@ class GrpcWorkerSession:
         if self._state not in (WorkerState.READY, WorkerState.DRAINING):
             raise UnavailableError(f"worker {self._worker_id} is {self._state.value}", reason=Reason.WORKER_LOST)
         wire_id = f"{submission.request_id}#{next(self._numbers)}"
+        if submission.request_id in self._current:
+            self._forget(submission.request_id)
         self._current[submission.request_id] = (wire_id, submission.attempt)
+        self._request_ids[wire_id] = submission.request_id
         self._commands.put_nowait(worker_codec.encode_submit(submission, wire_id))
 
     def abort(self, request_id: str, attempt: int) -> None:
         """Tells the worker to stop it; its later events are dropped here."""
         wire_id, current_attempt = self._current.get(request_id, ("", 0))
         if current_attempt == attempt:
-            del self._current[request_id]
+            self._forget(request_id)
             abort = worker_pb2.Abort(request_id=wire_id, attempt=attempt)
             self._commands.put_nowait(worker_pb2.SessionCommand(abort=abort))
 
@@ -206,6 +210,7 @@ class GrpcWorkerSession:
         if self._state is not WorkerState.CLOSED:
             self._state = WorkerState.LOST
         self._current.clear()
+        self._request_ids.clear()
         if self._is_announced:
             self._listener.on_end(self._worker_id, self._epoch, self._state)
 
@@ -216,9 +221,9 @@ class GrpcWorkerSession:
             case "rejected":
                 self._on_rejected(event.rejected)
             case "handed_back":
-                request_id = self._request_id(event.handed_back.request_id)
+                request_id = self._request_ids.get(event.handed_back.request_id)
                 if request_id is not None:
-                    del self._current[request_id]
+                    self._forget(request_id)
                     self._listener.on_handed_back(self._worker_id, request_id, event.handed_back.attempt)
             case "goodbye":
                 is_planned = worker_codec.decode_reason(event.goodbye.reason) is Reason.DRAINING
@@ -227,15 +232,16 @@ class GrpcWorkerSession:
                 raise ProtocolError(f"unexpected event {kind}")
 
     def _on_step(self, step: worker_pb2.Step) -> None:
-        for output in step.outputs:
-            request_id = self._request_id(output.request_id)
-            if request_id is None:
+        find, decode, on_tokens = self._request_ids.get, worker_codec.decode_output, self._listener.on_tokens
+        for output in step.outputs:  # the inner loop: once for every token
+            request_id = find(output.request_id)
+            if request_id is None:  # that submission is no longer of interest
                 self._listener.on_late_tokens(len(output.token_ids))
                 continue
-            event = worker_codec.decode_output(output, request_id)
+            event = decode(output, request_id)
             if event.finish_reason is not None:
-                del self._current[request_id]
-            self._listener.on_tokens(self._worker_id, event)
+                self._forget(request_id)
+            on_tokens(self._worker_id, event)
         if step.HasField("usage"):
             accounted = tuple(self._claim_refs(step.usage))
             self.usage = worker_codec.decode_usage(step.usage, accounted)
@@ -244,20 +250,19 @@ class GrpcWorkerSession:
             raise ProtocolError(f"the engine loop has made no progress for {step.loop_age_s:.1f} s")
 
     def _on_rejected(self, rejected: worker_pb2.Rejected) -> None:
-        request_id = self._request_id(rejected.request_id)
+        request_id = self._request_ids.get(rejected.request_id)
         reason = worker_codec.decode_reason(rejected.reason)
         if reason is Reason.DRAINING:
             self.drain()
         if request_id is not None:
-            del self._current[request_id]
+            self._forget(request_id)
             event = RejectedEvent(request_id, rejected.attempt, reason, rejected.message)
             self._listener.on_rejected(self._worker_id, event)
 
-    def _request_id(self, wire_id: str) -> str | None:
-        """The request of an event, or None if that submission is no longer of interest."""
-        request_id = wire_id.rpartition("#")[0]
-        known = self._current.get(request_id)
-        return request_id if known is not None and known[0] == wire_id else None
+    def _forget(self, request_id: str) -> None:
+        """What still comes of its latest submission is of no interest."""
+        wire_id, _ = self._current.pop(request_id)
+        del self._request_ids[wire_id]
 
     def _claim_refs(self, usage: worker_pb2.BlockUsage) -> list[ClaimRef]:
         refs = []

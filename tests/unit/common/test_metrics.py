@@ -4,9 +4,11 @@ import socket
 import urllib.request
 
 import pytest
-from prometheus_client import CollectorRegistry, generate_latest
+from hypothesis import given
+from hypothesis import strategies as st
+from prometheus_client import CollectorRegistry, Histogram, generate_latest
 
-from common.metrics import GatewayMetrics, MetricsServer, WorkerMetrics
+from common.metrics import GatewayMetrics, MetricsServer, QuickHistogram, WorkerMetrics
 from common.types import BlockUsage
 
 USAGE = BlockUsage(1, empty=5, cached=4, referenced=3, swapping=2, running=7, waiting=6, free_slots=1)
@@ -64,3 +66,16 @@ def test_the_endpoint_serves_and_closes() -> None:
             MetricsServer(f"127.0.0.1:{server.port}", registry)
     with socket.socket() as probe:
         assert probe.connect_ex(("127.0.0.1", server.port)) != 0
+
+
+@given(st.lists(st.floats(0, 10) | st.sampled_from([0.002, 0.01, 2.5]), max_size=50))
+def test_a_quick_histogram_shows_what_the_librarys_would(values: list[float]) -> None:
+    bounds = (0.002, 0.01, 1, 2.5)
+    quick, plain = CollectorRegistry(), CollectorRegistry()
+    ours = QuickHistogram("gap_seconds", "Gaps", bounds, "band")
+    quick.register(ours)
+    theirs = Histogram("gap_seconds", "Gaps", ["band"], buckets=bounds, registry=plain)
+    for value in values:
+        ours.labels("low").observe(value)
+        theirs.labels("low").observe(value)
+    assert page(quick) == "".join(line for line in page(plain).splitlines(True) if "_created" not in line)
