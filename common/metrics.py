@@ -206,6 +206,7 @@ class WorkerMetrics:
         self.rows = counter("step_rows_total", "Requests in steps, by what was computed of them", "kind")
         self.first_chunk_wait = histogram("first_chunk_wait_seconds", "From arrival to the first chunk's step", _WAIT_S)
         self.finished = counter("finished_total", "Requests ended, by finish reason", "reason")
+        self.abandoned = counter("abandoned_total", "Requests ended with the session of their gateway")
         self.rejected = counter("rejected_total", "Submissions not taken, by reason", "reason")
         self.step_time = histogram("step_seconds", "Duration of an engine step", _STEP_S)
         self.batch_size = histogram("batch_size", "Requests in a step", _BATCH)

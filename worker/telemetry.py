@@ -29,6 +29,7 @@ def observe_step(metrics: WorkerMetrics, output: StepOutput, duration_s: float) 
     metrics.swapped_tokens.labels("in").inc(stats.num_loaded_tokens)
     metrics.thrash_ratio.set(stats.thrash_ratio)
     metrics.output_tokens.inc(stats.num_sampled)
+    metrics.abandoned.inc(stats.num_abandoned)
     if stats.num_rows:
         metrics.step_time.observe(duration_s)
         metrics.batch_size.observe(stats.num_rows)

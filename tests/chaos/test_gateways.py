@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import pytest
 
+from client import ClientError, Delta, Sampling, Text
 from tests.chaos.cluster import Cluster
-from tests.chaos.invariants import check_all
+from tests.chaos.invariants import check_all, check_nothing_left
 from tests.chaos.node import eventually
 from tests.chaos.traffic import Traffic
 
@@ -23,6 +26,31 @@ async def test_killed_and_back_later(cluster: Cluster, traffic: Traffic) -> None
         await cluster.heal()
         await traffic.more()
     await check_all(cluster, traffic)
+
+
+async def test_workers_stop_what_a_killed_one_had(cluster: Cluster) -> None:
+    """Long before the answers would have ended by themselves."""
+    names = ("abandoned_total", "finished_total", "running", "waiting", 'blocks{state="referenced"}')
+
+    def numbers() -> list[float]:
+        return [sum(worker.metric(f"tidegate_worker_{name}") for worker in cluster.workers) for name in names]
+
+    before = numbers()
+    sampling = Sampling(temperature=0, max_tokens=2500, ignore_eos=True)
+    streams = [cluster.client("regular", 0).generate(Text(f"{number}"), sampling) for number in range(4)]
+    for stream in streams:
+        while not isinstance(await anext(stream), Delta):
+            pass
+    assert sum(numbers()[2:4]) == 4
+    await cluster.gateways[0].node.kill()
+    after = [before[0] + 4, before[1], 0, 0, 0]
+    await eventually(lambda: asyncio.to_thread(lambda: numbers() == after), f"{names} are {after}")
+    for stream in streams:
+        with pytest.raises(ClientError, match="UNAVAILABLE"):
+            async for _ in stream:
+                pass
+    await cluster.heal()
+    await check_nothing_left(cluster)
 
 
 async def test_killed_and_back_at_once(cluster: Cluster, traffic: Traffic) -> None:

@@ -75,6 +75,7 @@ class Engine:
         self._num_arrivals = 0
         self._next_deadline_s = math.inf  # no request's deadline is earlier
         self._num_failed_steps = 0
+        self._num_abandoned = 0  # since the last step
         self._draining = False
 
     @property
@@ -189,6 +190,7 @@ class Engine:
         requests = self._requests.get(session_id)
         if requests is None:
             return
+        self._num_abandoned += len(requests)
         self._end(list(requests.values()))
         del self._requests[session_id]
         self._outbox.close(session_id)
@@ -309,6 +311,7 @@ class Engine:
             num_recomputed_tokens=step.num_recomputed_tokens,
             num_yielded=step.num_yielded,
             num_overtakes=step.num_overtakes,
+            num_abandoned=self._num_abandoned,
             num_decodes=step.num_decodes - step.num_long,
             num_long_decodes=step.num_long,
             first_chunk_waits_s=tuple(step.first_chunk_waits_s),
@@ -325,6 +328,7 @@ class Engine:
             num_held_tokens=self._scheduler.num_held_tokens,
             num_held_slots=counts.referenced * self._manager.block_size,
         )
+        self._num_abandoned = 0
         return StepOutput(sessions, stats, error)
 
     def _num_open_slots(self) -> int:

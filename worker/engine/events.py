@@ -65,6 +65,7 @@ class StepStats:
     num_recomputed_tokens: int  # to be computed again by requests readmitted in this step
     num_yielded: int  # of the preemptions, those that made way for a newcomer
     num_overtakes: int  # admissions before an earlier request that waits for memory
+    num_abandoned: int  # requests ended since the last step because their session had
     num_decodes: int  # requests that decoded one token, without the long ones
     num_long_decodes: int  # requests of level 3 that decoded one token
     first_chunk_waits_s: tuple[float, ...]  # of every request that had its first chunk: from arrival to this step

@@ -5,7 +5,7 @@ from __future__ import annotations
 from prometheus_client import CollectorRegistry
 
 from common.metrics import WorkerMetrics
-from tests.unit.worker.engine.rig import EngineRig
+from tests.unit.worker.engine.rig import SESSION, EngineRig
 from worker.telemetry import observe_step
 
 
@@ -51,3 +51,22 @@ def test_levels_waits_and_preemptions_are_counted() -> None:
     assert value("recomputed_tokens_total") > 6
     assert value("thrash_ratio") > 0
     assert value("output_tokens_total") == 23
+
+
+def test_requests_of_a_session_that_ends_are_counted_and_hold_nothing() -> None:
+    registry = CollectorRegistry()
+    metrics = WorkerMetrics(registry)
+    rig = EngineRig(max_num_seqs=2)
+    for name in ("cancelled", "running", "waiting", "late"):
+        rig.submit(name, [1] * 4, 20)
+    observe_step(metrics, rig.engine.step(), 0.01)
+    rig.abort("cancelled")
+    observe_step(metrics, rig.engine.step(), 0.01)
+    rig.engine.abort_session(SESSION)
+    observe_step(metrics, rig.engine.step(), 0.01)
+    observe_step(metrics, rig.engine.step(), 0.01)
+    assert registry.get_sample_value("tidegate_worker_finished_total", {"reason": "CANCELLED"}) == 1
+    assert registry.get_sample_value("tidegate_worker_abandoned_total") == 3
+    assert registry.get_sample_value("tidegate_worker_running") == 0
+    assert registry.get_sample_value("tidegate_worker_waiting") == 0
+    assert registry.get_sample_value("tidegate_worker_blocks", {"state": "referenced"}) == 0
