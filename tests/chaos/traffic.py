@@ -20,6 +20,7 @@ from tests.chaos.questions import Question
 KINDS = {"plain": 8, "resumable": 4, "keyed": 3, "cancelled": 2, "left": 2, "late": 1, "job": 2}
 ANSWER_S = 90.0  # for a whole answer, through whatever happens
 RETRY_S = 0.1
+MAX_REFUSALS = 20  # then a client that was never accepted asks something else: it would stand in the way of the others
 _TICK_S = 0.05
 # What a client may hear before its request is accepted, and then asks again.
 _TRY_AGAIN = frozenset({"UNAVAILABLE", "RESOURCE_EXHAUSTED", "ALREADY_EXISTS"})
@@ -170,7 +171,8 @@ class Traffic:
             if error.status not in _TRY_AGAIN and not (call.kind == "resumable" and error.status == "NOT_FOUND"):
                 call.fault = f"refused with {error}"
                 return False
-            return not (self._is_stopping and call.num_streams == 0)
+            has_patience = not self._is_stopping and len(call.refusals) < MAX_REFUSALS
+            return call.num_streams > 0 or has_patience
         call.failures.append(error)
         is_break = error.status == "UNAVAILABLE" and error.reason in (None, Reason.DRAINING)
         if not is_break or not self.may_break:
