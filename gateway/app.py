@@ -41,6 +41,7 @@ from gateway.store.redis_ledger import RedisLedger
 from gateway.store.redis_limiter import LimiterSettings, RedisLimiter
 from gateway.store.redis_queue import QueueSettings, RedisQueue
 from gateway.store.redis_tenants import RedisTenantStore
+from gateway.store_calls import StoreCalls
 from gateway.store_health import StoreHealth
 from gateway.tenant_edits import TenantEdits
 from gateway.tenants import Tenants
@@ -134,8 +135,10 @@ class GatewayApp:
             period_s=settings.heartbeat_s,
             choose_id=lambda: random.randbytes(12).hex(),
         )
+        calls = StoreCalls(self._store, self._background, trunk.is_answered, patience_s=settings.store_patience_s)
         self._resumption = Resumption(
             RedisJournal(trunk, pool=settings.pool, ttl_s=settings.journal_ttl_s, timeout_s=settings.store_timeout_s),
+            calls,
             self.dispatcher,
             self.fleet,
             self._store,
@@ -220,7 +223,7 @@ class GatewayApp:
         announcements = fleet_service.FleetService(self.queue, ttl_s=settings.announce_ttl_s)
         self._server.add(inference_service.SERVICE_NAME, inference_service.register, inference)
         job_desk = jobs_service.JobsService(
-            jobs, self._handler, self._store, choose_id=lambda: random.randbytes(12).hex()
+            jobs, calls, self._handler, self._store, choose_id=lambda: random.randbytes(12).hex()
         )
         self._server.add(jobs_service.SERVICE_NAME, jobs_service.register, job_desk)
         self._server.add(fleet_service.SERVICE_NAME, fleet_service.register, announcements)

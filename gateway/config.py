@@ -38,7 +38,7 @@ class GatewaySettings(Settings):
         0.035,
         gt=0,
         description="seconds of the store's silence after which a new request is decided without it, by the gateway's "
-        "share of the tenant's limits",
+        "share of the tenant's limits; resumable ones and jobs are refused",
     )
     store_wait_s: float = Field(
         30.0, gt=0, description="seconds a request waits while the store is lost, then STORE_UNAVAILABLE"

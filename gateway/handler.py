@@ -205,7 +205,6 @@ class Handler:
         live = LiveRequest(await self._prepare(tenant, call), self._clock.monotonic())
         structlog.contextvars.bind_contextvars(request_id=live.fleet_id, tenant=tenant.tenant_id)
         if call.is_resumable or call.idempotency_key:
-            self._store.check()
             resumed = await self._resumption.begin(live, call)
             if resumed is not None:
                 return await self._go_on(resumed, 0)
@@ -218,7 +217,6 @@ class Handler:
 
     async def _receive_again(self, tenant: Tenant, request_id: str, offset: int) -> _Received:
         check_request_id(request_id)
-        self._store.check()
         structlog.contextvars.bind_contextvars(request_id=request_id, tenant=tenant.tenant_id)
         return await self._go_on(await self._resumption.adopt(tenant, request_id), offset)
 

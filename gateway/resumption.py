@@ -17,6 +17,7 @@ from gateway.lifecycle import finished
 from gateway.live import LiveRequest, ReadyRequest, fleet_request_id
 from gateway.placement.fleet import Fleet
 from gateway.requests import GenerateCall
+from gateway.store_calls import StoreCalls
 from gateway.store_health import StoreHealth
 from gateway.tenants import Tenant
 
@@ -36,8 +37,11 @@ class Resumed:
 class Resumption:
     """Owner of the journals of this gateway's requests."""
 
-    def __init__(self, journal: Journal, dispatcher: Dispatcher, fleet: Fleet, store: StoreHealth) -> None:
+    def __init__(
+        self, journal: Journal, calls: StoreCalls, dispatcher: Dispatcher, fleet: Fleet, store: StoreHealth
+    ) -> None:
         self._journal = journal
+        self._calls = calls
         self._dispatcher = dispatcher
         self._fleet = fleet
         self._store = store
@@ -50,8 +54,12 @@ class Resumption:
         """Begins the journal of a resumable request. If there is one under its idempotency key, takes that over.
 
         Raises DuplicateRequestError if there is one under its request id, InvalidRequestError if the key was used for
-        another call.
+        another call, UnavailableError if the store does not answer soon.
         """
+        # One that comes too late belongs to nobody.
+        return await self._calls.ask(lambda: self._begin(live, call), lambda _: self.end(live))
+
+    async def _begin(self, live: LiveRequest, call: GenerateCall) -> Resumed | None:
         digest = digest_of(call)
         try:
             writer = await self._journal.create(live.fleet_id, request=_packed(live.request), digest=digest)
@@ -65,13 +73,19 @@ class Resumption:
             self._store.failed(error)
             raise
         if adopted is None:  # forgotten between the two
-            return await self.begin(live, call)
+            return await self._begin(live, call)
         if adopted.digest != digest:
             raise InvalidRequestError.of_field("idempotency_key", "was used for another request")
         return self._unpacked(live.request.tenant, live.request.request_id, adopted)
 
     async def adopt(self, tenant: Tenant, request_id: str) -> Resumed:
-        """Takes over a resumable request. Raises NotFoundError if there is none (any more)."""
+        """Takes over a resumable request.
+
+        Raises NotFoundError if there is none (any more), UnavailableError if the store does not answer soon.
+        """
+        return await self._calls.ask(lambda: self._adopt(tenant, request_id))
+
+    async def _adopt(self, tenant: Tenant, request_id: str) -> Resumed:
         try:
             adopted = await self._journal.adopt(fleet_request_id(tenant.tenant_id, request_id))
         except UnavailableError as error:

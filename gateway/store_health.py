@@ -33,8 +33,12 @@ class StoreHealth:
     def check(self) -> None:
         """Raises UnavailableError(STORE_UNAVAILABLE) while it is known to be lost, for what cannot do without it."""
         if self._is_reported_down:
-            message = "the store is out of reach, and this cannot be done without it"
-            raise UnavailableError(message, reason=Reason.STORE_UNAVAILABLE, retry_after_s=_RETRY_AFTER_S)
+            raise self.unavailable()
+
+    def unavailable(self) -> UnavailableError:
+        """What a client is told that cannot be served without it."""
+        message = "the store is out of reach, and this cannot be done without it"
+        return UnavailableError(message, reason=Reason.STORE_UNAVAILABLE, retry_after_s=_RETRY_AFTER_S)
 
     def answered(self) -> None:
         """A call got its answer."""

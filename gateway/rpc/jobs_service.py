@@ -14,6 +14,7 @@ from gateway.jobs import Job, JobStore
 from gateway.requests import GenerateCall, check_request_id
 from gateway.resumption import digest_of, key_request_id
 from gateway.rpc.codec import decode_generate, encode_complete
+from gateway.store_calls import StoreCalls
 from gateway.store_health import StoreHealth
 from gateway.tenants import Tenant
 from protos.inference.v1 import inference_pb2, jobs_pb2, jobs_pb2_grpc, types_pb2
@@ -39,8 +40,11 @@ JOB_CODEC = JobCodec(_decode, _encode)
 class JobsService(jobs_pb2_grpc.JobsServicer):
     """Translates; the job runners of all gateways do the work."""
 
-    def __init__(self, jobs: JobStore, handler: Handler, store: StoreHealth, *, choose_id: Callable[[], str]) -> None:
+    def __init__(
+        self, jobs: JobStore, calls: StoreCalls, handler: Handler, store: StoreHealth, *, choose_id: Callable[[], str]
+    ) -> None:
         self._jobs = jobs
+        self._calls = calls
         self._handler = handler
         self._store = store
         self._choose_id = choose_id
@@ -53,12 +57,21 @@ class JobsService(jobs_pb2_grpc.JobsServicer):
         key = call.idempotency_key
         job_id = key_request_id(key) if key else call.request_id or self._choose_id()
         digest = digest_of(call)
-        try:
-            is_new = await self._jobs.submit(tenant.tenant_id, job_id, request.request.SerializeToString(), digest)
-        except UnavailableError as error:
-            self._store.failed(error)
-            raise
-        job = await self._get(tenant, job_id)
+        packed = request.request.SerializeToString()
+
+        async def submit() -> tuple[bool, Job]:
+            try:
+                is_new = await self._jobs.submit(tenant.tenant_id, job_id, packed, digest)
+            except UnavailableError as error:
+                self._store.failed(error)
+                raise
+            return is_new, await self._get(tenant, job_id)
+
+        async def undo(_: tuple[bool, Job]) -> None:
+            if not (key or call.request_id):  # else its client finds it with the next try
+                await self._jobs.cancel(tenant.tenant_id, job_id)
+
+        is_new, job = await self._calls.ask(submit, undo)
         if not is_new and job.digest != digest:
             raise DuplicateRequestError("request_id: is the id of a job with another content")
         return jobs_pb2.SubmitJobResponse(job=_encode_job(job))

@@ -110,28 +110,34 @@ class Trunk:
         self._scripts: dict[str, str] = {}  # by digest
         self._pool = _pool(url, 1, timeout_s, None)
         self._wire: Wire | None = None
-
-    @property
-    def heard_at(self) -> float:
-        """When the store has answered last, or was asked first after that; the loop's time, 0 if never."""
-        return 0.0 if self._wire is None else self._wire.heard_at
+        self._num_heard = 0  # answers, or several at once
+        self._quiet_s = 0.0  # for which somebody has waited since the last one
 
     async def is_answered(self, step: asyncio.Future[Any], patience_s: float) -> bool:
-        """Waits for calls to end; False once the store has been silent for so long, towards everybody."""
-        quiet_s, heard_at, tick_s = 0.0, self.heard_at, min(_TICK_S, patience_s / 4)
-        while quiet_s < patience_s:
+        """Waits for calls to end; False once the store has been silent for so long, towards everybody who waits.
+
+        Who comes when it has been silent for long already does not wait for it again.
+        """
+        loop, tick_s = asyncio.get_running_loop(), min(_TICK_S, patience_s / 4)
+        while self._quiet_s < patience_s:
+            began_at, quiet_s, num_heard = loop.time(), self._quiet_s, self._num_heard
             if await done_within(step, tick_s):
                 return True
-            # A tick counts as one even if this program itself was held up meanwhile.
-            quiet_s = quiet_s + tick_s if self.heard_at == heard_at else 0.0
-            heard_at = self.heard_at
+            # While this program itself was held up, answers may have come that it has not read yet.
+            passed_s = min(loop.time() - began_at, 2 * tick_s)
+            if self._num_heard == num_heard:
+                self._quiet_s = max(self._quiet_s, quiet_s + passed_s)
         return step.done()
+
+    def _heard(self) -> None:
+        self._num_heard += 1
+        self._quiet_s = 0.0
 
     def wire(self) -> Wire:
         """The connection, a new one if the last is over."""
         if self._wire is None or self._wire.is_over:
             address = self._pool.make_connection()  # type: ignore[no-untyped-call]
-            self._wire = Wire(address, self._timeout_s, list(self._scripts.values()))
+            self._wire = Wire(address, self._timeout_s, self._heard, list(self._scripts.values()))
         return self._wire
 
     def know(self, script: Script) -> None:
@@ -154,11 +160,6 @@ class Link:
         self._trunk.num_links += 1
         self._steps: set[asyncio.Task[Any]] = set()
 
-    @property
-    def heard_at(self) -> float:
-        """When the store has answered last, or was asked first after that; the loop's time, 0 if never."""
-        return self._trunk.heard_at
-
     def script(self, name: str, preludes: Sequence[str], read: Callable[[str], str] = read_script) -> Script:
         """A script that the server is told when it is connected to, so that calls run in the order of their sending.
 
@@ -175,7 +176,7 @@ class Link:
         return reply
 
     async def is_answered(self, step: asyncio.Future[Any], patience_s: float) -> bool:
-        """Waits for calls to end; False once the store has been silent for so long, towards everybody."""
+        """Waits for calls to end; False once the store has been silent for so long, towards everybody who waits."""
         return await self._trunk.is_answered(step, patience_s)
 
     def start(self, step: Coroutine[Any, Any, T]) -> asyncio.Task[T]:

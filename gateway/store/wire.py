@@ -47,11 +47,19 @@ class Wire(asyncio.Protocol):
     a server that answers somebody is not out of reach, however many wait.
     """
 
-    def __init__(self, address: AbstractConnection, timeout_s: float, sources: Sequence[str] = ()) -> None:
-        """`address`: a connection that is never opened, which tells where and as whom to connect; `sources`: scripts
-        that the server is to know before the first call. Begins to connect."""
+    def __init__(
+        self,
+        address: AbstractConnection,
+        timeout_s: float,
+        on_heard: Callable[[], None] = lambda: None,
+        sources: Sequence[str] = (),
+    ) -> None:
+        """`address`: a connection that is never opened, which tells where and as whom to connect; `on_heard` is told
+        that answers have come; `sources`: scripts that the server is to know before the first call. Begins to connect.
+        """
         self._address = address
         self._timeout_s = timeout_s
+        self._on_heard = on_heard
         self._loop = asyncio.get_running_loop()
         self._transport: asyncio.WriteTransport | None = None
         self._reader = hiredis.Reader(notEnoughData=_NOTHING, replyError=exceptions.ResponseError)
@@ -59,7 +67,7 @@ class Wire(asyncio.Protocol):
         self._calls: deque[Call] = deque()
         self._timer: asyncio.TimerHandle | None = None
         self._drained: asyncio.Future[None] | None = None  # somebody waits for the last reply
-        self.heard_at = self._loop.time()  # last, or when the first of the calls came
+        self._heard_at = self._loop.time()  # last, or when the first of the calls came
         self.is_over = False
         self._greet()
         for source in sources:  # a server that refuses takes them with their calls
@@ -70,7 +78,7 @@ class Wire(asyncio.Protocol):
         """Sends a command with a call's arguments behind all others; its reply is the call's."""
         packed: bytes = hiredis.pack_command((*command, *call.arguments))  # type: ignore[arg-type]  # says: one argument
         if not self._calls:
-            self.heard_at = self._loop.time()
+            self._heard_at = self._loop.time()
             if self._timer is None:
                 self._timer = self._loop.call_later(self._timeout_s, self._look)
         self._calls.append(call)
@@ -127,7 +135,8 @@ class Wire(asyncio.Protocol):
         if self.is_over:
             return
         self._reader.feed(data)
-        self.heard_at = self._loop.time()
+        self._heard_at = self._loop.time()
+        self._on_heard()
         try:
             while (reply := self._reader.gets(False)) is not _NOTHING and self._calls:
                 self._answer(self._calls.popleft(), reply)
@@ -155,7 +164,7 @@ class Wire(asyncio.Protocol):
         self._timer = None
         if not self._calls:
             return
-        left_s = self.heard_at + self._timeout_s - self._loop.time()
+        left_s = self._heard_at + self._timeout_s - self._loop.time()
         if left_s > 0:
             self._timer = self._loop.call_later(left_s, self._look)
         else:

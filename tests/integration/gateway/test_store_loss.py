@@ -21,6 +21,7 @@ from common.local_redis import LocalRedis
 from common.types import Band
 from gateway.admission.limits import TenantLimits
 from gateway.tenants import Tenant
+from protos.inference.v1 import jobs_pb2
 from tests.integration.gateway.rig import (
     KEYS,
     Answer,
@@ -134,10 +135,24 @@ async def test_the_first_to_meet_a_hanging_store_are_decided_before_it_counts_as
             assert refused.error.code() is grpc.StatusCode.UNAVAILABLE
             assert reason_of(refused.error) == "STORE_UNAVAILABLE"
             assert detail_of(refused.error, error_details_pb2.RetryInfo).retry_delay.seconds >= 1
+            for fields in ({"resumable": True, "request_id": "mine"}, {"idempotency_key": "k"}):
+                refused = await client.ask("to be written down", **fields)
+                assert reason_of(refused.error) == "STORE_UNAVAILABLE"
+            for job_id in ("", "named"):
+                with pytest.raises(grpc.aio.AioRpcError) as caught:
+                    await client.job("Submit", request=generate_request(request_id=job_id))
+                assert reason_of(caught.value) == "STORE_UNAVAILABLE"
         answer = await waiting
         assert answer.text == text_of(b"hello", 2)
         await eventually(lambda: not app.dispatcher.live)
         assert (await tiny.ask()).error is None, "what was refused has given its slot back"
+        await eventually(lambda: app._background.num_steps == 0)
+        again = await client.ask(resumable=True, request_id="mine")
+        assert again.error is None, "what was refused has given its id back"
+        jobs = await client.jobs.List(jobs_pb2.ListJobsRequest(), metadata=client.metadata, timeout=30)
+        states = {job.job_id: job.state for job in jobs.jobs}
+        assert jobs_pb2.JOB_STATE_CANCELLED not in (states.pop("named"),), "asked again, it is the same one"
+        assert list(states.values()) == [jobs_pb2.JOB_STATE_CANCELLED], "nobody knows its name"
     finally:
         redis.stop()
 
