@@ -99,31 +99,22 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
         encode = handler.response_serializer
         prepare = _checked_stream if handler.request_streaming else _checked
         if handler.response_streaming:
-            streaming = self._around_stream(method, _streaming_behavior(handler), prepare)
+            streaming = self._around(method, _streaming_behavior(handler), prepare)
             build = (
                 grpc.stream_stream_rpc_method_handler
                 if handler.request_streaming
                 else grpc.unary_stream_rpc_method_handler
             )
             return build(streaming, decode, encode)
-        unary = self._around_unary(method, handler.stream_unary or handler.unary_unary, prepare)
+        unary = self._around(method, handler.stream_unary or handler.unary_unary, prepare)
         build = (
             grpc.stream_unary_rpc_method_handler if handler.request_streaming else grpc.unary_unary_rpc_method_handler
         )
         return build(unary, decode, encode)
 
-    def _around_unary(self, method: str, behavior: Any, prepare: Any) -> Any:
+    def _around(self, method: str, behavior: Any, prepare: Any) -> Any:
         async def call(request: Any, context: Any) -> Any:
             return await self._observed(method, context, lambda: behavior(prepare(request), context))
-
-        return call
-
-    def _around_stream(self, method: str, behavior: Any, prepare: Any) -> Any:
-        async def run(request: Any, context: Any) -> None:
-            await behavior(prepare(request), context)
-
-        async def call(request: Any, context: Any) -> None:
-            await self._observed(method, context, lambda: run(request, context))
 
         return call
 

@@ -6,6 +6,8 @@ import asyncio
 import json
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import fields
+from itertools import chain
+from operator import attrgetter
 from typing import Any
 
 from common.errors import UnavailableError
@@ -16,6 +18,7 @@ from gateway.store.keys import PoolKeys
 _TIMEOUT_S = 2.0
 _MAX_TOGETHER = 100
 _NAMES = tuple(field.name for field in fields(UsageRecord))
+_values = attrgetter(*_NAMES)
 _SCRIPTS = ("ledger_open", "ledger_note", "ledger_close", "ledger_leave")
 
 
@@ -120,7 +123,7 @@ class RedisLedger:
 
 def _flat(record: UsageRecord) -> list[Argument]:
     """Name, value, name, value, and so on, as a stream's entry has them."""
-    return [part for name in _NAMES for part in (name, str(getattr(record, name)))]
+    return list(chain.from_iterable(zip(_NAMES, map(str, _values(record)), strict=True)))
 
 
 def _packed(record: UsageRecord) -> str:
