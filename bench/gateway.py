@@ -29,7 +29,7 @@ import psutil
 from bench.gateway_report import Plan, Result, describe, percentile
 from bench.null_worker import STAMP_CHARS, seconds_since
 from bench.raw_client import RawClient
-from bench.report import replace_block
+from bench.report import PAGE, replace_block
 from common import event_loop
 from common.local_redis import LocalRedis
 from common.rpc.probe import wait_until_serving
@@ -37,7 +37,6 @@ from launcher.ports import free_ports
 from launcher.process import Child
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGE = ROOT / "docs" / "performance.md"
 KEY = "bench-key"
 PROMPT = "x" * 200
 NUM_CONNECTIONS = 8

@@ -24,13 +24,12 @@ from rich.table import Table
 
 from bench.behind_gateway import NAME as BEHIND_GATEWAY
 from bench.export import export_bfloat16
-from bench.report import Measurement, comparison, gateway_cost, machine, markdown_table, replace_block
+from bench.report import PAGE, Measurement, comparison, gateway_cost, machine, markdown_table, replace_block
 from bench.workload import SUITE
 from common.default_model import ensure_default_model
 
 ROOT = Path(__file__).resolve().parent.parent
 STATE = ROOT / ".local" / "peers"
-PAGE = ROOT / "docs" / "performance.md"
 OURS = "tidegate"
 
 

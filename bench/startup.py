@@ -21,7 +21,7 @@ from statistics import median
 
 import psutil
 
-from bench.report import machine, markdown_table, replace_block
+from bench.report import PAGE, machine, markdown_table, replace_block
 from bench.workload import Work, mixed
 from client.client import Client
 from client.types import Sampling, Tokens
@@ -35,7 +35,6 @@ from worker.model.weights import load_model
 
 ROOT = Path(__file__).resolve().parent.parent
 STATE = ROOT / ".local" / "startup"
-PAGE = ROOT / "docs" / "performance.md"
 MIB = 2**20
 OVERHEAD_MIB = 600  # interpreter, libraries, activations: what a worker may take besides weights and KV pool
 START_LIMIT_S = 15.0

@@ -190,11 +190,7 @@ class Server:
                 self._submit(jobs[num_sent], start_s + scheduled[num_sent])
                 num_sent += 1
             next_s = scheduled[num_sent] if num_sent < len(jobs) else None
-            wake_s = self._wake_s(now_s, next_s)
-            if wake_s is not None:
-                self._machine.wait_until(start_s + wake_s)
-                continue
-            ended = self._step(trial, by_name, start_s)
+            ended = self._go_on(trial, by_name, start_s, now_s, next_s)
             if ended:
                 num_ended += ended
                 on_end(num_ended)
@@ -215,11 +211,7 @@ class Server:
                 self._submit(job, start_s + now_s)
             if not self._engine.num_requests:
                 break
-            wake_s = self._wake_s(now_s, None)
-            if wake_s is not None:
-                self._machine.wait_until(start_s + wake_s)
-                continue
-            ended = self._step(trial, by_name, start_s)
+            ended = self._go_on(trial, by_name, start_s, now_s, None)
             if ended:
                 num_ended += ended
                 on_end(num_ended)
@@ -245,6 +237,16 @@ class Server:
             stop_token_ids=(STOP_ID,),
         )
         self._engine.submit(SESSION, job.name, 1, job.prompt, sampling, arrived_s=arrived_s)
+
+    def _go_on(
+        self, trial: Trial, by_name: Mapping[str, Times], start_s: float, now_s: float, next_s: float | None
+    ) -> int:
+        """Waits until there is something to do, or does it; returns how many requests ended."""
+        wake_s = self._wake_s(now_s, next_s)
+        if wake_s is None:
+            return self._step(trial, by_name, start_s)
+        self._machine.wait_until(start_s + wake_s)
+        return 0
 
     def _step(self, trial: Trial, by_name: Mapping[str, Times], start_s: float) -> int:
         """Returns how many requests ended."""

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import asyncio
 import random
 import secrets
 from collections import Counter
 from dataclasses import dataclass
 
 import redis
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 
 from common.errors import LimitExceededError, UnavailableError
 from common.types import Reason
 from gateway.admission.limiter import Cost
 from gateway.admission.limits import TenantLimits
 from gateway.store.redis_limiter import LimiterSettings, RedisLimiter
+from tests.support.lives import live_many
 from tests.support.redis import pool_keys
 from tests.support.store_clock import StoreClock, read_script_with_set_clock
 
@@ -154,20 +152,5 @@ class Life:
 
 
 def test_no_sixty_seconds_hold_more_than_the_limit(redis_url: str, redis_client: redis.Redis) -> None:
-    happened: Counter[str] = Counter()
-
-    async def run(seed: int) -> None:
-        life = Life(redis_url, redis_client, random.Random(seed))
-        try:
-            await life.live()
-        finally:
-            await life.close()
-        happened.update(life.happened)
-
-    @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-    @given(seed=st.integers(0, 2**32 - 1))
-    def any_life(seed: int) -> None:
-        asyncio.run(run(seed))
-
-    any_life()
+    happened = live_many(lambda dice: Life(redis_url, redis_client, dice), num_lives=25)
     assert happened.keys() >= {"admitted", "REQUEST_RATE", "TOKEN_RATE", "CONCURRENCY", "DAILY_BUDGET"}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import random
 import secrets
 from collections import Counter
@@ -10,14 +9,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 import redis
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 
 from common.types import Band
 from gateway.queueing.queue import Claim, Flow, Place, WorkerReport
 from gateway.store.keys import PoolKeys
 from gateway.store.redis_queue import QueueSettings, RedisQueue
 from tests.integration.store.queue_model import QueueModel
+from tests.support.lives import live_many
 from tests.support.queueing import BLOCK_SIZE, entry, report
 from tests.support.redis import pool_keys, request_keys
 
@@ -314,21 +312,6 @@ class Fleet:
 
 
 def test_the_scripts_agree_with_the_model(redis_url: str, redis_client: redis.Redis) -> None:
-    happened: Counter[str] = Counter()
-
-    async def live(seed: int) -> None:
-        fleet = Fleet(redis_url, redis_client, random.Random(seed))
-        try:
-            await fleet.live()
-        finally:
-            await fleet.close()
-        happened.update(fleet.happened)
-
-    @settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-    @given(seed=st.integers(0, 2**32 - 1))
-    def any_life(seed: int) -> None:
-        asyncio.run(live(seed))
-
-    any_life()
+    happened = live_many(lambda dice: Fleet(redis_url, redis_client, dice), num_lives=30)
     assert happened["claim"] > 100, "lives without claims would show nothing"
     assert happened["out of turn"] > 10, "nor would lives in which no band gets its share out of turn"

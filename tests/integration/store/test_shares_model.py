@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import random
 import secrets
 from collections import Counter
@@ -11,8 +10,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import redis
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 
 from common.errors import LimitExceededError, UnavailableError
 from common.types import Reason
@@ -20,6 +17,7 @@ from gateway.admission.limiter import Cost
 from gateway.admission.limits import TenantLimits
 from gateway.store.connection import Argument
 from gateway.store.redis_limiter import LimiterSettings, RedisLimiter
+from tests.support.lives import live_many
 from tests.support.redis import pool_keys
 from tests.support.store_clock import StoreClock, read_script_with_set_clock
 
@@ -192,6 +190,7 @@ class Life:
         }
         for step in self.dice.choices(list(steps), list(steps.values()), k=NUM_STEPS):
             await step()
+        await self.recover()
 
     async def recover(self) -> None:
         """Once all is well again, one gateway gets the whole limit."""
@@ -227,21 +226,5 @@ class Life:
 
 
 def test_no_loss_of_the_store_lets_more_through_than_the_limits(redis_url: str, redis_client: redis.Redis) -> None:
-    happened: Counter[str] = Counter()
-
-    async def run(seed: int) -> None:
-        life = Life(redis_url, redis_client, random.Random(seed))
-        try:
-            await life.live()
-            await life.recover()
-        finally:
-            await life.close()
-        happened.update(life.happened)
-
-    @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-    @given(seed=st.integers(0, 2**32 - 1))
-    def any_life(seed: int) -> None:
-        asyncio.run(run(seed))
-
-    any_life()
+    happened = live_many(lambda dice: Life(redis_url, redis_client, dice), num_lives=25)
     assert happened.keys() >= {"admitted", "by share", "unavailable", "REQUEST_RATE", "TOKEN_RATE", "forgotten"}
