@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
+from datetime import UTC, datetime
 
 import pytest
 
@@ -45,10 +45,11 @@ async def test_silent(cluster: Cluster, traffic: Traffic, harm: Callable[[Server
     async with traffic.running():
         await traffic.more()
         harm(cluster.workers[0])
-        harmed_at = time.monotonic()
+        harmed_at = datetime.now(UTC)
         await cluster.until_seen(1)
-        print(f"noticed by all gateways after {time.monotonic() - harmed_at:.1f} s")
-        assert all(gateway.node.events("worker_silent") for gateway in cluster.gateways)
+        for gateway in cluster.gateways:
+            noticed_at = datetime.fromisoformat(gateway.node.events("worker_silent")[-1]["timestamp"])
+            print(f"{gateway.node.name} noticed it after {(noticed_at - harmed_at).total_seconds():.2f} s")
         await traffic.more()
         await cluster.heal()
         await traffic.more()
