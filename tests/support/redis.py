@@ -11,7 +11,7 @@ import redis
 
 from common.local_redis import redis_url as local_or_configured
 
-__all__ = ["pool", "pool_keys", "redis_client", "redis_url", "request_keys"]
+__all__ = ["held_keys", "pool", "pool_keys", "redis_client", "redis_url", "request_keys"]
 
 
 @pytest.fixture(scope="session")
@@ -47,4 +47,13 @@ def pool_keys(client: redis.Redis, pool: str) -> list[str]:
 def request_keys(client: redis.Redis, pool: str) -> list[str]:
     """Those keys of a pool that exist only while some request is waiting, claimed or running."""
     kinds = {"request", "waiting", "flows", "line", "models", "owned", "claims", "leases", "ledger_open"}
+    return _keys_of(client, pool, kinds)
+
+
+def held_keys(client: redis.Redis, pool: str) -> list[str]:
+    """Those keys of a pool that say what requests hold: `request_keys`, and what they have taken from limits."""
+    return [*request_keys(client, pool), *_keys_of(client, pool, {"reservation", "running"})]
+
+
+def _keys_of(client: redis.Redis, pool: str, kinds: set[str]) -> list[str]:
     return [key for key in pool_keys(client, pool) if key.split("}:", 1)[1].split(":", 1)[0] in kinds]
