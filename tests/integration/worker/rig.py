@@ -53,13 +53,16 @@ async def end_of(call: Any) -> grpc.StatusCode:
 class GatedExecutor(FakeExecutor):
     """A fake that computes only while its gate is open."""
 
-    def __init__(self, num_blocks: int) -> None:
-        super().__init__(num_blocks, BLOCK_SIZE, vocab_size=VOCAB_SIZE)
+    def __init__(self, num_blocks: int, vocab_size: int) -> None:
+        super().__init__(num_blocks, BLOCK_SIZE, vocab_size=vocab_size)
+        self.is_stepwise = False  # then each step closes the gate behind it
         self.gate = threading.Event()
         self.gate.set()
 
     def execute(self, batch: Batch) -> list[SampledToken | None]:
         assert self.gate.wait(WAIT_S), "the test left the gate closed"
+        if self.is_stepwise:
+            self.gate.clear()
         return super().execute(batch)
 
 
@@ -73,13 +76,14 @@ class WorkerRig:
         max_num_seqs: int = 4,
         fleet_key: str = "",
         tokenizer: bytes = b"{}",
+        vocab_size: int = VOCAB_SIZE,
         has_clock: bool = False,
     ) -> None:
         """Without a clock, time stands still for the engine."""
-        self.executor = GatedExecutor(num_blocks + 1)
+        self.executor = GatedExecutor(num_blocks + 1, vocab_size)
         self.pool = BlockPool(num_blocks + 1)
         manager = CacheManager(self.pool, BLOCK_SIZE, keyed_digest(b"test"))
-        limits = ModelLimits("fake", 512, VOCAB_SIZE, BLOCK_SIZE, num_blocks, max_num_seqs)
+        limits = ModelLimits("fake", 512, vocab_size, BLOCK_SIZE, num_blocks, max_num_seqs)
         scheduler = Scheduler(manager, SchedulerConfig(max_num_seqs, 64, 32))
         now = SystemClock().monotonic if has_clock else None
         self.engine = Engine(self.executor, scheduler, manager, limits, [], now)
