@@ -12,7 +12,7 @@ from pathlib import Path
 
 import grpc
 import pytest
-import redis as redis_client
+import redis as redis_library
 import structlog
 from google.rpc import error_details_pb2
 from grpc_health.v1 import health_pb2
@@ -20,6 +20,7 @@ from grpc_health.v1 import health_pb2
 from common.local_redis import LocalRedis
 from common.types import Band
 from gateway.admission.limits import TenantLimits
+from gateway.store.keys import PoolKeys
 from gateway.tenants import Tenant
 from protos.inference.v1 import jobs_pb2
 from tests.integration.gateway.rig import (
@@ -35,6 +36,7 @@ from tests.integration.gateway.rig import (
     reason_of,
     until_health,
 )
+from tests.support.redis import held_keys
 from tests.support.scripted_worker import text_of
 
 SERVING = health_pb2.HealthCheckResponse.SERVING
@@ -169,7 +171,7 @@ async def test_waiting_for_the_store_has_an_end(rig: Rig, tmp_path: Path) -> Non
             assert answer.accepted is not None
             assert reason_of(answer.error) == "STORE_UNAVAILABLE"
         await until_health(client, "", SERVING)
-        with redis_client.Redis.from_url(redis.url, decode_responses=True) as store:
+        with redis_library.Redis.from_url(redis.url, decode_responses=True) as store:
             await eventually(lambda: len(store.keys("*:ledger")) == 1)
             (ledger,) = store.keys("*:ledger")
             ((_, record),) = store.xrange(ledger)
@@ -177,6 +179,32 @@ async def test_waiting_for_the_store_has_an_end(rig: Rig, tmp_path: Path) -> Non
         assert (record["outcome"], record["reason"]) == ("failed", "STORE_UNAVAILABLE")
     finally:
         redis.stop()
+
+
+async def test_scripts_that_are_forgotten_again_and_again_cost_nothing(
+    rig: Rig, redis_client: redis_library.Redis, pool: str
+) -> None:
+    """A call that has to be sent in full comes behind later ones: no order that matters depends on that."""
+    worker = await rig.worker(max_num_seqs=8)
+    limits = TenantLimits(max_concurrent=200, tokens_per_day=10_000)
+    tenants = KEYS | {"key-acme": Tenant("acme", Band.NORMAL, limits=limits)}
+    app, client = await rig.serving(worker, tenants_by_key=tenants)
+
+    async def forget() -> None:
+        while True:
+            redis_client.script_flush()
+            await asyncio.sleep(0.002)
+
+    forgetting = asyncio.create_task(forget())
+    answers = await asyncio.gather(*(client.ask(f"prompt {n}", resumable=n % 3 == 0, timeout=60) for n in range(60)))
+    forgetting.cancel()
+    assert [answer.error for answer in answers] == [None] * 60
+    assert [answer.text for answer in answers] == [text_of(f"prompt {n}".encode(), 8) for n in range(60)]
+    await eventually(lambda: not app.dispatcher.live and held_keys(redis_client, pool) == [])
+    num_used = sum(it.finished.usage.prompt_tokens + 8 for it in answers if it.finished is not None)
+    [left] = await app.limiter.remaining({"acme": limits})
+    assert left.tokens_today == 10_000 - num_used
+    assert redis_client.xlen(PoolKeys(pool).ledger) == 60
 
 
 COST = 5 + 5  # "hello" and the answer
