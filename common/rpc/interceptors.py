@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -29,7 +29,6 @@ Authenticator = Callable[[str | None], Any]
 """Turns a bearer token (None: none was sent) into an identity, or raises UnauthenticatedError."""
 
 Handler = Any  # grpc.RpcMethodHandler: the stubs know only its synchronous form
-Continuation = Callable[[grpc.HandlerCallDetails], Awaitable[Handler]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,32 +66,42 @@ async def _checked_stream(requests: AsyncIterator[Any]) -> AsyncIterator[Any]:
         yield _checked(request)
 
 
-class CallInterceptor(grpc.aio.ServerInterceptor):
+class Surroundings:
     """Outermost: gives every handler decoded requests and every caller a proper status, and logs each call once.
 
     Handlers raise TidegateError; nothing else of an exception reaches a client. Response streams are closed in the task
-    of the call, so that a handler's `finally` runs as soon as the client is gone.
+    of the call, so that a handler's `finally` runs as soon as the client is gone. No interceptor of the library: these
+    build every call's handler anew, which costs more than all that is done here.
     """
 
-    def __init__(self, clock: Clock, max_message_bytes: int) -> None:
-        """`max_message_bytes`: of the largest message that a handler gets."""
+    def __init__(
+        self, clock: Clock, max_message_bytes: int, authenticators: Mapping[str, Authenticator] | None = None
+    ) -> None:
+        """`max_message_bytes`: of the largest message that a handler gets; `authenticators` by full service name, e.g.
+        `inference.v1.Inference`: services without one are open to all."""
         self._clock = clock
         self._max_message_bytes = max_message_bytes
-        self._wrapped: dict[str, tuple[Handler, Handler]] = {}  # by method: what was there last, and what it became
+        self._authenticators = dict(authenticators or {})
+        self._wrapped: dict[str, tuple[Handler, Authenticator | None]] = {}  # by method
 
-    async def intercept_service(
-        self, continuation: Continuation, handler_call_details: grpc.HandlerCallDetails
-    ) -> Handler:
-        """Wraps the method's handler; unknown methods stay UNIMPLEMENTED."""
-        handler = await continuation(handler_call_details)
-        if handler is None:
-            return None
-        method = str(handler_call_details.method)
-        known, wrapped = self._wrapped.get(method, (None, None))
-        if known is not handler:
-            wrapped = self._wrap(method, handler)
-            self._wrapped[method] = handler, wrapped
-        return wrapped
+    def find(self, service: grpc.GenericRpcHandler, details: grpc.HandlerCallDetails) -> Handler:
+        """What is to serve a call of a service's; None if it has no such method. Called in the task of the call, where
+        it sets IDENTITY; who is not known gets a handler that refuses."""
+        method = str(details.method)
+        known = self._wrapped.get(method)
+        if known is None:
+            handler = service.service(details)
+            if handler is None:
+                return None
+            name = method.rpartition("/")[0].lstrip("/")
+            known = self._wrapped[method] = self._wrap(method, handler), self._authenticators.get(name)
+        handler, authenticate = known
+        if authenticate is not None:
+            try:
+                IDENTITY.set(authenticate(_bearer_token(details)))
+            except TidegateError as error:
+                return self._wrap(method, _refusing(service.service(details), error))
+        return handler
 
     def _wrap(self, method: str, handler: Handler) -> Handler:
         decode = _guard_decoder(handler.request_deserializer, self._max_message_bytes)
@@ -119,8 +128,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
         return call
 
     async def _observed(self, method: str, context: Any, run: Callable[[], Awaitable[Any]]) -> Any:
-        structlog.contextvars.clear_contextvars()
-        structlog.contextvars.bind_contextvars(method=method)
+        structlog.contextvars.bind_contextvars(method=method)  # for this call alone: it has a task of its own
         started = self._clock.monotonic()
         status = "OK"
         try:
@@ -175,27 +183,32 @@ def _streaming_behavior(handler: Handler) -> Callable[[Any, Any], Awaitable[None
     return write_all
 
 
-class BearerInterceptor(grpc.aio.ServerInterceptor):
-    """Asks the authenticator of a call's service who calls; services without one are open to all."""
+class Registry:
+    """What generated code is given to register a service at, in place of the server: every call passes `Surroundings`.
 
-    def __init__(self, authenticators: Mapping[str, Authenticator]) -> None:
-        """`authenticators` by full service name, e.g. `inference.v1.Inference`."""
-        self._authenticators = dict(authenticators)
+    Methods are registered by the name of their service alone. For each that is registered by its own name, too, the
+    library would keep a request open, and look at all of these with every call.
+    """
 
-    async def intercept_service(
-        self, continuation: Continuation, handler_call_details: grpc.HandlerCallDetails
-    ) -> Handler:
-        """Sets IDENTITY for the handler, or replaces the handler by one that refuses."""
-        handler = await continuation(handler_call_details)
-        service = str(handler_call_details.method).rpartition("/")[0].lstrip("/")
-        authenticate = self._authenticators.get(service)
-        if handler is None or authenticate is None:
-            return handler
-        try:
-            IDENTITY.set(authenticate(_bearer_token(handler_call_details)))
-        except TidegateError as error:
-            return _refusing(handler, error)
-        return handler
+    def __init__(self, server: grpc.aio.Server, surroundings: Surroundings) -> None:
+        self._server = server
+        self._surroundings = surroundings
+
+    def add_generic_rpc_handlers(self, handlers: Sequence[grpc.GenericRpcHandler]) -> None:
+        """Called by generated code."""
+        self._server.add_generic_rpc_handlers([_Surrounded(it, self._surroundings) for it in handlers])
+
+    def add_registered_method_handlers(self, service_name: str, method_handlers: Mapping[str, Handler]) -> None:
+        """Called by generated code, with what it has registered already."""
+
+
+class _Surrounded(grpc.GenericRpcHandler):
+    def __init__(self, service: grpc.GenericRpcHandler, surroundings: Surroundings) -> None:
+        self._service = service
+        self._surroundings = surroundings
+
+    def service(self, handler_call_details: grpc.HandlerCallDetails) -> Handler:
+        return self._surroundings.find(self._service, handler_call_details)
 
 
 def _bearer_token(details: grpc.HandlerCallDetails) -> str | None:

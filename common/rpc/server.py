@@ -10,10 +10,10 @@ from typing import Any
 import grpc
 import structlog
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
-from grpc_reflection.v1alpha import reflection
+from grpc_reflection.v1alpha import reflection, reflection_pb2_grpc
 
 from common.clock import Clock
-from common.rpc.interceptors import Authenticator, BearerInterceptor, CallInterceptor
+from common.rpc.interceptors import Authenticator, Registry, Surroundings
 
 _log = structlog.get_logger(__name__)
 
@@ -44,7 +44,7 @@ class ServerOptions:
     def to_grpc(self) -> list[tuple[str, int]]:
         """Channel arguments of the server."""
         options = [
-            # The library refuses without details; up to here the interceptor does, and says what is allowed.
+            # The library refuses without details; up to here `Surroundings` do, and say what is allowed.
             ("grpc.max_receive_message_length", 2 * self.max_receive_message_bytes),
             ("grpc.max_send_message_length", self.max_send_message_bytes),
             ("grpc.http2.min_recv_ping_interval_without_data_ms", round(self.min_ping_interval_s * 1000)),
@@ -78,17 +78,14 @@ class RpcServer:
         authenticators: Mapping[str, Authenticator] | None = None,
     ) -> None:
         """`authenticators` by full service name; services without one are open."""
-        interceptors = [
-            CallInterceptor(clock, options.max_receive_message_bytes),
-            BearerInterceptor(authenticators or {}),
-        ]
-        self._server = grpc.aio.server(interceptors=interceptors, options=options.to_grpc())
+        self._server = grpc.aio.server(options=options.to_grpc())
+        self._registry = Registry(self._server, Surroundings(clock, options.max_receive_message_bytes, authenticators))
         self._health = health.aio.HealthServicer()
         self._names: list[str] = []
 
     def add(self, service_name: str, register: Callable[[Any, Any], None], servicer: object) -> None:
         """Adds a service before `start`: its full name, the generated `add_*Servicer_to_server`, the implementation."""
-        register(servicer, self._server)
+        register(servicer, self._registry)
         self._names.append(service_name)
 
     async def start(self, listen: str, credentials: grpc.ServerCredentials | None = None) -> int:
@@ -96,9 +93,10 @@ class RpcServer:
 
         Raises ListenError if it is taken.
         """
-        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._registry)
         names = [*self._names, HEALTH_SERVICE, reflection.SERVICE_NAME]
-        reflection.enable_server_reflection(names, self._server)
+        describer = reflection.aio.ReflectionServicer(names)
+        reflection_pb2_grpc.add_ServerReflectionServicer_to_server(describer, self._registry)
         await self.set_serving(["", *self._names], is_serving=False)
         await self._health.set(HEALTH_SERVICE, health_pb2.HealthCheckResponse.SERVING)
         try:
