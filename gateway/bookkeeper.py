@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from typing import Any
 
 from common.clock import Clock
 from common.errors import UnavailableError
@@ -39,6 +40,7 @@ class Bookkeeper:
         self._choose_id = choose_id
         self._noted: dict[str, UsageRecord] = {}  # by record id
         self._unwritten: dict[str, UsageRecord] = {}  # closed here, and not yet in the store
+        self._on_the_way: set[str] = set()  # of these, sent and not answered
 
     def start(self, background: Background) -> None:
         """Starts the loop."""
@@ -59,22 +61,36 @@ class Bookkeeper:
             self._store.failed(error)
             raise
 
-    async def close(self, live: LiveRequest, outcome: Outcome) -> None:
-        """Writes what it has used and how it ended, now or later. Nothing for one that was not accepted."""
+    def close(self, live: LiveRequest, outcome: Outcome) -> Coroutine[Any, Any, None]:
+        """Writes what it has used and how it ended, now or later. Nothing for one that was not accepted.
+
+        Sent by the call itself, and to be awaited for the answer.
+        """
         if not live.record_id:
-            return
+            return _nothing()
         self._noted.pop(live.record_id, None)
         record = self._record(live, outcome)
         self._unwritten[record.record_id] = record
-        await self._write(record)
+        return self._write(record)
 
-    async def _write(self, record: UsageRecord) -> None:
+    def _write(self, record: UsageRecord) -> Coroutine[Any, Any, None]:
+        self._on_the_way.add(record.record_id)
+        return self._written(record.record_id, self._ledger.close(record))
+
+    async def _written(self, record_id: str, closing: Awaitable[bool]) -> None:
         try:
-            await self._ledger.close(record)
+            await closing
         except UnavailableError as error:
             self._store.failed(error)
         else:
-            self._unwritten.pop(record.record_id, None)
+            self._unwritten.pop(record_id, None)
+        finally:
+            self._on_the_way.discard(record_id)
+
+    async def _write_left(self) -> None:
+        for record_id, record in list(self._unwritten.items()):
+            if record_id not in self._on_the_way:
+                await self._write(record)
 
     async def _loop(self) -> None:
         while True:
@@ -85,8 +101,7 @@ class Bookkeeper:
 
         A few records at a time, spread over `pace_s` seconds: tokens do not wait for all of them at once.
         """
-        for record in list(self._unwritten.values()):
-            await self._write(record)
+        await self._write_left()
         live = self._dispatcher.live
         parts = [live[start : start + _NOTED_TOGETHER] for start in range(0, len(live), _NOTED_TOGETHER)] or [()]
         try:
@@ -109,8 +124,7 @@ class Bookkeeper:
 
     async def stop(self) -> None:
         """Writes what is left over, and leaves."""
-        for record in list(self._unwritten.values()):
-            await self._write(record)
+        await self._write_left()
         try:
             await self._ledger.leave()
         except UnavailableError as error:  # others reap what is left open
@@ -143,3 +157,7 @@ class Bookkeeper:
             outcome="" if outcome is None else live.lifecycle.state.value,
             reason=reason,
         )
+
+
+async def _nothing() -> None:
+    """There is nothing to write."""

@@ -374,22 +374,26 @@ class Handler:
         if live.admission is not None:
             await done_within(live.admission, None)
         try:
-            # Both make up for it by themselves if the store does not answer.
-            with self._store.watched():
-                if live.is_enqueued:
-                    await self._queue.finish(live.fleet_id)
-            with self._store.watched():
-                if live.is_reserved:
-                    await self._settle(live, num_output_tokens)
-            await self._resumption.end(live)
-            await self._books.close(live, outcome)
+            leaving: list[Awaitable[object]] = []  # what is sent together; each makes up for it if there is no answer
+            if live.is_enqueued:
+                leaving.append(self._queue.finish(live.fleet_id))
+            if live.is_reserved:
+                leaving.append(self._settle(live, num_output_tokens))
+            if live.pen is None:
+                leaving.append(self._books.close(live, outcome))
+            for step in leaving:
+                with self._store.watched():
+                    await step
+            if live.pen is not None:  # the books say what the journal has
+                await self._resumption.end(live)
+                await self._books.close(live, outcome)
         finally:
             self._dispatcher.unregister(live)
 
-    async def _settle(self, live: LiveRequest, num_output_tokens: int) -> None:
+    def _settle(self, live: LiveRequest, num_output_tokens: int) -> Awaitable[None]:
         """Pays for what was done: nothing, if no worker ever had the request."""
         was_taken = live.taken_at is not None
-        await self._limiter.settle(
+        return self._limiter.settle(
             live.request.tenant.tenant_id,
             live.fleet_id,
             num_prompt_tokens=live.num_payable_prompt_tokens if was_taken else 0,

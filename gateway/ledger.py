@@ -50,7 +50,10 @@ class Ledger(Protocol):
         ...
 
     async def close(self, record: UsageRecord) -> bool:
-        """Writes a record for good. False, and nothing is written, if that was done already. May be repeated."""
+        """Writes a record for good. False, and nothing is written, if that was done already. May be repeated.
+
+        Sent by the call itself, and to be awaited for the answer.
+        """
         ...
 
     async def reap(self) -> int:

@@ -54,8 +54,8 @@ class Limiter(Protocol):
         ...
 
     async def settle(self, tenant: str, request_id: str, *, num_prompt_tokens: int, num_output_tokens: int) -> None:
-        """Replaces the reservation by what was used. Idempotent. One that the store did not answer is repeated with
-        the next `renew`."""
+        """Replaces the reservation by what was used. Idempotent. Sent by the call itself, and to be awaited for the
+        answer. One that the store did not answer is repeated with the next `renew`."""
         ...
 
     def is_confirmed(self, request_id: str) -> bool:

@@ -169,7 +169,8 @@ class Queue(Protocol):
     async def finish(self, request_id: str) -> bool:
         """Removes every trace of a request of this gateway, waiting or claimed. False if there was none. Idempotent.
 
-        One that the store did not answer is repeated with the next heartbeat.
+        Sent by the call itself, and to be awaited for the answer. One that the store did not answer is repeated with
+        the next heartbeat.
         """
         ...
 

@@ -14,12 +14,11 @@ from redis.asyncio import ConnectionPool, Redis
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 
-from common.waiting import done_within
+from gateway.store.patience import Patience
 from gateway.store.wire import Argument as Argument
 from gateway.store.wire import Call, Wire, unavailable
 
 T = TypeVar("T")
-_TICK_S = 0.01
 _CLOSED = "the handler is closed"  # uvloop, of a connection whose loss it has noticed and not told yet
 _UNREACHABLE = (
     exceptions.ConnectionError,
@@ -110,34 +109,17 @@ class Trunk:
         self._scripts: dict[str, str] = {}  # by digest
         self._pool = _pool(url, 1, timeout_s, None)
         self._wire: Wire | None = None
-        self._num_heard = 0  # answers, or several at once
-        self._quiet_s = 0.0  # for which somebody has waited since the last one
+        self._patience = Patience()
 
     async def is_answered(self, step: asyncio.Future[Any], patience_s: float) -> bool:
-        """Waits for calls to end; False once the store has been silent for so long, towards everybody who waits.
-
-        Who comes when it has been silent for long already does not wait for it again.
-        """
-        loop, tick_s = asyncio.get_running_loop(), min(_TICK_S, patience_s / 4)
-        while self._quiet_s < patience_s:
-            began_at, quiet_s, num_heard = loop.time(), self._quiet_s, self._num_heard
-            if await done_within(step, tick_s):
-                return True
-            # While this program itself was held up, answers may have come that it has not read yet.
-            passed_s = min(loop.time() - began_at, 2 * tick_s)
-            if self._num_heard == num_heard:
-                self._quiet_s = max(self._quiet_s, quiet_s + passed_s)
-        return step.done()
-
-    def _heard(self) -> None:
-        self._num_heard += 1
-        self._quiet_s = 0.0
+        """Waits for calls to end; False once the store has been silent for so long, towards everybody who waits."""
+        return await self._patience.is_answered(step, patience_s)
 
     def wire(self) -> Wire:
         """The connection, a new one if the last is over."""
         if self._wire is None or self._wire.is_over:
             address = self._pool.make_connection()  # type: ignore[no-untyped-call]
-            self._wire = Wire(address, self._timeout_s, self._heard, list(self._scripts.values()))
+            self._wire = Wire(address, self._timeout_s, self._patience.heard, list(self._scripts.values()))
         return self._wire
 
     def know(self, script: Script) -> None:

@@ -78,26 +78,32 @@ class RedisLimiter:
         self, tenant: str, request_id: str, cost: Cost, limits: TenantLimits, *, patience_s: float = 60.0
     ) -> Remaining:
         """Takes the whole cost, or raises LimitExceededError and writes nothing. See `Limiter.reserve`."""
-        account = self._accounts.of(tenant, limits)
+        account, tokens = self._accounts.of(tenant, limits), cost.num_tokens
         if patience_s <= 0:
             return self._admit(account, tenant, request_id, cost, limits)
-        task = self._link.start(self._reserve(account, tenant, request_id, cost, limits))
+        reply = self._take(tenant, request_id, tokens, limits)
         try:
-            if await self._link.is_answered(task, patience_s):
-                remaining = task.result()
-                self._counted(request_id, self._accounts.reservation(tenant, cost.num_tokens))
+            is_answered = await self._link.is_answered(reply, patience_s)
+            if is_answered and reply.result()[0] > _BY_SHARES and account.share.held != NOTHING:
+                # Only shares are in the way, and one of them is of no use here while the store answers.
+                kept = account.share.give_back(self._clock.monotonic())
+                reply = self._take(tenant, request_id, tokens, limits, kept)
+                is_answered = await self._link.is_answered(reply, patience_s)
+            if is_answered:
+                remaining = self._decision(reply.result(), tenant, tokens, limits)
+                self._counted(request_id, self._accounts.reservation(tenant, tokens))
                 return remaining
         except asyncio.CancelledError:
-            self._link.start(self._withdraw(task, tenant, request_id))
+            self._link.start(self._withdraw(reply, tenant, request_id))
             raise
         except UnavailableError:  # answered, and not by the store
             pass
         try:
             remaining = self._admit(account, tenant, request_id, cost, limits)
         except UnavailableError:
-            self._link.start(self._withdraw(task, tenant, request_id))
+            self._link.start(self._withdraw(reply, tenant, request_id))
             raise
-        self._link.start(self._confirm(task, account, tenant, request_id))
+        self._link.start(self._confirm(reply, account, tenant, request_id))
         return remaining
 
     def _admit(self, account: Account, tenant: str, request_id: str, cost: Cost, limits: TenantLimits) -> Remaining:
@@ -113,14 +119,9 @@ class RedisLimiter:
         retry_after_s = self._uniform(1.0, 2.0)
         return UnavailableError(message, reason=Reason.STORE_UNAVAILABLE, retry_after_s=retry_after_s)
 
-    async def _reserve(
-        self, account: Account, tenant: str, request_id: str, cost: Cost, limits: TenantLimits
-    ) -> Remaining:
-        tokens = cost.num_tokens
-        refusal, wait, *left = await self._take(tenant, request_id, tokens, limits)
-        if refusal > _BY_SHARES and account.share.held != NOTHING:
-            kept = account.share.give_back(self._clock.monotonic())
-            refusal, wait, *left = await self._take(tenant, request_id, tokens, limits, kept)
+    def _decision(self, reply: list[int], tenant: str, tokens: int, limits: TenantLimits) -> Remaining:
+        """What is left after a reservation. Raises LimitExceededError for a refusal."""
+        refusal, wait, *left = reply
         if refusal == _UNSETTLED:
             raise self._unavailable("the store has just come back, and does not know yet what is used")
         remaining = _remaining(left)
@@ -133,9 +134,9 @@ class RedisLimiter:
         self._unsettled.pop(request_id, None)
         self._accounts.count(request_id, reservation)
 
-    async def _take(
+    def _take(
         self, tenant: str, request_id: str, tokens: int, limits: TenantLimits, kept: tuple[int, Amounts] | None = None
-    ) -> list[int]:
+    ) -> asyncio.Future[list[int]]:
         arguments: list[Argument] = [
             tenant,
             request_id,
@@ -148,8 +149,7 @@ class RedisLimiter:
         ]
         if kept is not None:
             arguments += [kept[0], *amounts_of(kept[1])]
-        reply: list[int] = await self._run("reserve", *arguments)
-        return reply
+        return self._send("reserve", *arguments)
 
     def _refusal(
         self, limit: int, tenant: str, tokens: int, limits: TenantLimits, wait: int, remaining: Remaining
@@ -158,21 +158,19 @@ class RedisLimiter:
         retry_after_s = None if wait == _NEVER else wait / 1e6 * self._uniform(1.0, 1.4)
         return OverLimitError.of(refusal_of(limit, tenant, tokens, limits), retry_after_s, remaining)
 
-    async def _withdraw(self, reserving: asyncio.Task[Remaining], tenant: str, request_id: str) -> None:
+    async def _withdraw(self, reply: asyncio.Future[list[int]], tenant: str, request_id: str) -> None:
         """Undoes a reservation that nobody waits for any more."""
-        await asyncio.wait([reserving])
-        error = reserving.exception()
-        if error is None:
+        await asyncio.wait([reply])
+        error = reply.exception()
+        if error is None and reply.result()[0] == 0:
             await self._settle(tenant, request_id, 0)
         elif isinstance(error, UnavailableError):
             self._unsettled[request_id] = tenant, 0
 
-    async def _confirm(
-        self, reserving: asyncio.Task[Remaining], account: Account, tenant: str, request_id: str
-    ) -> None:
+    async def _confirm(self, reply: asyncio.Future[list[int]], account: Account, tenant: str, request_id: str) -> None:
         """The share pays for a request, unless its reservation was only late."""
-        await asyncio.wait([reserving])
-        if reserving.exception() is not None:
+        await asyncio.wait([reply])
+        if reply.exception() is not None or reply.result()[0] != 0:
             return
         use = account.share.forget(request_id)
         if use is not None:
@@ -199,14 +197,19 @@ class RedisLimiter:
         account = self._accounts.find(tenant)
         return NOTHING if account is None else account.share.held
 
-    async def settle(self, tenant: str, request_id: str, *, num_prompt_tokens: int, num_output_tokens: int) -> None:
+    def settle(
+        self, tenant: str, request_id: str, *, num_prompt_tokens: int, num_output_tokens: int
+    ) -> Coroutine[Any, Any, None]:
         """Replaces the reservation by what was used. See `Limiter.settle`."""
         tokens = num_prompt_tokens + num_output_tokens
         account = self._accounts.find(tenant)
-        if account is None or not account.share.end(request_id, tokens):
-            await self._settle(tenant, request_id, tokens)
+        is_use = account is not None and account.share.end(request_id, tokens)
+        return _answered(None if is_use else self._send_settle(tenant, request_id, tokens))
 
     async def _settle(self, tenant: str, request_id: str, tokens: int) -> None:
+        await _answered(self._send_settle(tenant, request_id, tokens))
+
+    def _send_settle(self, tenant: str, request_id: str, tokens: int) -> asyncio.Future[Any]:
         self._accounts.settle(request_id, tokens)
 
         def note(reply: asyncio.Future[Any]) -> None:
@@ -215,7 +218,7 @@ class RedisLimiter:
 
         reply = self._send("settle", tenant, request_id, tokens)
         reply.add_done_callback(note)  # be there still a caller or not
-        await asyncio.shield(reply)
+        return reply
 
     async def renew(self) -> None:
         """Says that the requests reserved here still run, and tells the store what it has lost or did not answer;
@@ -277,6 +280,11 @@ class RedisLimiter:
 
     def _send(self, name: str, *arguments: Argument) -> asyncio.Future[Any]:
         return self._link.send(self._scripts[name], self._pool_keys, (self._keys.prefix, *arguments))
+
+
+async def _answered(reply: asyncio.Future[Any] | None) -> None:
+    if reply is not None:
+        await asyncio.shield(reply)
 
 
 def _remaining(numbers: Sequence[int]) -> Remaining:

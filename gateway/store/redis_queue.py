@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -189,14 +189,13 @@ class RedisQueue:
             arguments += [flow.model, int(flow.band), flow.tenant, num_tokens]
         await self._run("charge", *arguments)
 
-    async def finish(self, request_id: str) -> bool:
+    def finish(self, request_id: str) -> Coroutine[Any, Any, bool]:
         """Removes every trace of a request of this gateway. See `Queue.finish`."""
-        return await self._finish(request_id, "")
+        return self._finish(request_id, "")
 
-    async def _finish(self, request_id: str, arrival: str) -> bool:
+    def _finish(self, request_id: str, arrival: str) -> Coroutine[Any, Any, bool]:
         self._live.discard(request_id)
-        reply = self._send_for(request_id, "finish", request_id, self._gateway_id, arrival)
-        return bool(await asyncio.shield(reply))
+        return _as_bool(self._send_for(request_id, "finish", request_id, self._gateway_id, arrival))
 
     async def owner_of(self, request_id: str) -> str | None:
         """The gateway that holds the request's stream, or None."""
@@ -297,6 +296,10 @@ class RedisQueue:
         reply = self._send(name, *arguments)
         reply.add_done_callback(note)
         return reply
+
+
+async def _as_bool(reply: asyncio.Future[Any]) -> bool:
+    return bool(await asyncio.shield(reply))
 
 
 def _cached_blocks(entry: QueueEntry) -> str:

@@ -1,4 +1,4 @@
--- Writes down that requests are accepted.
--- KEYS: 1 stream, 2 owners, 3 open records of this gateway, 4 gateways. ARGV: 1 gateway; then pairs of record id and record
+-- Writes down that a request is accepted.
+-- KEYS: 1 stream, 2 owners, 3 open records of this gateway, 4 gateways. ARGV: 1 gateway, 2 record id, 3 record
 redis.call('SADD', KEYS[2], ARGV[1])
-return redis.call('HSET', KEYS[3], unpack(ARGV, 2))
+return redis.call('HSET', KEYS[3], ARGV[2], ARGV[3])

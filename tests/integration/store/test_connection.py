@@ -20,7 +20,8 @@ from common.errors import UnavailableError
 from common.local_redis import LocalRedis
 from common.types import Reason
 from gateway.queueing.queue import InboxMessage, Place, WorkerRecord
-from gateway.store.connection import Trunk, store_errors
+from gateway.store.connection import store_errors
+from gateway.store.patience import Patience
 from gateway.store.redis_queue import QueueSettings, RedisQueue
 from tests.support.queueing import entry, eventually, ids, report
 from tests.support.redis import request_keys
@@ -229,25 +230,25 @@ class TestPatience:
     """How long a caller waits for a store that says nothing."""
 
     async def test_who_finds_it_silent_does_not_wait_for_it_again(self) -> None:
-        trunk, never = Trunk("redis://nowhere", timeout_s=9), asyncio.get_running_loop().create_future()
-        assert not await trunk.is_answered(never, 0.03)
-        assert await _at_once(trunk.is_answered(never, 0.03)) is False
-        assert await _at_once(trunk.is_answered(never, 60.0)) is None, "one of more patience goes on"
-        trunk._heard()
-        assert await _at_once(trunk.is_answered(never, 0.03)) is None
+        patience, never = Patience(), asyncio.get_running_loop().create_future()
+        assert not await patience.is_answered(never, 0.03)
+        assert await _at_once(patience.is_answered(never, 0.03)) is False
+        assert await _at_once(patience.is_answered(never, 60.0)) is None, "one of more patience goes on"
+        patience.heard()
+        assert await _at_once(patience.is_answered(never, 0.03)) is None
 
     async def test_a_store_that_answers_others_is_not_silent(self) -> None:
         loop = asyncio.get_running_loop()
-        trunk, step = Trunk("redis://nowhere", timeout_s=9), loop.create_future()
+        patience, step = Patience(), loop.create_future()
         for number in range(40):
-            loop.call_later(0.005 * number, trunk._heard)
+            loop.call_later(0.005 * number, patience.heard)
         loop.call_later(0.2, step.set_result, None)
-        assert await trunk.is_answered(step, 0.03)
+        assert await patience.is_answered(step, 0.03)
 
     async def test_a_stall_of_this_program_is_no_silence(self) -> None:
         loop = asyncio.get_running_loop()
-        trunk, step = Trunk("redis://nowhere", timeout_s=9), loop.create_future()
-        waiting = asyncio.create_task(trunk.is_answered(step, 0.04))
+        patience, step = Patience(), loop.create_future()
+        waiting = asyncio.create_task(patience.is_answered(step, 0.04))
         await asyncio.sleep(0)
         time.sleep(0.2)  # noqa: ASYNC251 - that is the stall
         loop.call_later(0.005, step.set_result, None)
