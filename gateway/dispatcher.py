@@ -43,6 +43,7 @@ _MAX_HAND_BACKS = 3
 """How often workers may hand a request back; after that the one that has it keeps it."""
 _FIRST_BACKOFF_S = 0.05
 _MAX_BACKOFF_S = 1.0
+_REPORT_DELAY_S = 0.002  # how long a worker's numbers wait for those of the next steps
 
 # A worker that refuses with one of these has no room or leaves; with any other the request cannot be served.
 _REFUSALS = frozenset({Reason.NO_CREDIT, Reason.DRAINING})
@@ -97,6 +98,7 @@ class Dispatcher:
         self.reach = Reach(queue, fleet, store, ttl_s=settings.reach_ttl_s, on_change=self.kick)
         self.output_meter = OutputMeter()
         self._wake = asyncio.Event()
+        self._reporting: asyncio.TimerHandle | None = None
         self._idle = asyncio.Event()
         self._idle.set()
 
@@ -334,6 +336,12 @@ class Dispatcher:
         if session is not None:
             self._metrics.set_worker_usage(worker_id, usage)
             self._reports.add(worker_id, session.epoch, session.limits, usage)
+            if self._reporting is None:  # with others that come soon, unless something else is dispatched before
+                self._reporting = asyncio.get_running_loop().call_later(_REPORT_DELAY_S, self._report)
+
+    def _report(self) -> None:
+        self._reporting = None
+        if len(self._reports):
             self.kick()
 
     def on_ready(self, session: WorkerSession, model: ServedModel) -> bool:

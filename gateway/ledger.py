@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 
-@dataclass(frozen=True, slots=True)
-class UsageRecord:
+class UsageRecord(NamedTuple):
     """What one request has used so far, and how it ended if it has. Times in seconds, `*_at` since 1970 UTC.
 
     A resumable request that is gone on with after its end has a record for each run, which counts what that run did.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import assert_never
+from typing import Any, assert_never
 
 from common.errors import InvalidRequestError
 from common.types import Band, PositionLogprobs, TokenLogprob, Usage
@@ -42,25 +42,14 @@ def decode_prompt(message: inference_pb2.GenerateRequest | inference_pb2.CountTo
 
 
 def _decode_sampling(message: types_pb2.SamplingParams) -> SamplingWish:
-    return SamplingWish(
-        temperature=message.temperature if message.HasField("temperature") else None,
-        top_k=message.top_k if message.HasField("top_k") else None,
-        top_p=message.top_p if message.HasField("top_p") else None,
-        min_p=message.min_p if message.HasField("min_p") else None,
-        repetition_penalty=message.repetition_penalty if message.HasField("repetition_penalty") else None,
-        presence_penalty=message.presence_penalty if message.HasField("presence_penalty") else None,
-        frequency_penalty=message.frequency_penalty if message.HasField("frequency_penalty") else None,
-        seed=message.seed if message.HasField("seed") else None,
-        max_tokens=message.max_tokens if message.HasField("max_tokens") else None,
-        min_tokens=message.min_tokens if message.HasField("min_tokens") else None,
-        logprobs=message.logprobs if message.HasField("logprobs") else None,
-        stop_token_ids=tuple(message.stop_token_ids),
-        stop=tuple(message.stop),
-        logit_bias=tuple(sorted(message.logit_bias.items())),
-        ignore_eos=message.ignore_eos,
-        kv_window_tokens=message.kv_window_tokens if message.HasField("kv_window_tokens") else None,
-        kv_sink_tokens=message.kv_sink_tokens if message.HasField("kv_sink_tokens") else None,
-    )
+    # Most fields are not set: only those that are cost something.
+    fields: dict[str, Any] = {field.name: value for field, value in message.ListFields()}
+    for name in ("stop_token_ids", "stop"):
+        if name in fields:
+            fields[name] = tuple(fields[name])
+    if "logit_bias" in fields:
+        fields["logit_bias"] = tuple(sorted(message.logit_bias.items()))
+    return SamplingWish(**fields)
 
 
 def _decode_band(value: int) -> Band | None:

@@ -16,7 +16,7 @@ from redis.backoff import NoBackoff
 
 from gateway.store.patience import Patience
 from gateway.store.wire import Argument as Argument
-from gateway.store.wire import Call, Wire, unavailable
+from gateway.store.wire import Call, Wire, pack_parts, unavailable
 
 T = TypeVar("T")
 _CLOSED = "the handler is closed"  # uvloop, of a connection whose loss it has noticed and not told yet
@@ -89,9 +89,17 @@ class Script:
         self.source = "".join(read(part) for part in (*preludes, name))
         self.digest = sha1(self.source.encode(), usedforsecurity=False).hexdigest()
         self._name = name
+        self._keys: Sequence[str] = ()
+        self._head = b""  # of a call with these keys
 
     def __repr__(self) -> str:
         return f"Script({self._name})"
+
+    def pack(self, keys: Sequence[str], arguments: Sequence[Argument]) -> bytes:
+        """A call as it is sent. What it begins with is packed once as long as `keys` are the same object."""
+        if keys is not self._keys or not self._head:
+            self._keys, self._head = keys, pack_parts(("EVALSHA", self.digest, len(keys), *keys))
+        return b"*%d\r\n%b%b" % (3 + len(keys) + len(arguments), self._head, pack_parts(arguments))
 
 
 class Trunk:
@@ -156,7 +164,7 @@ class Link:
     def send(self, script: Script, keys: Sequence[str], arguments: Sequence[Argument]) -> asyncio.Future[Any]:
         """Sends a script now. The reply fails with UnavailableError(STORE_UNAVAILABLE) if the store is out of reach."""
         reply = asyncio.get_running_loop().create_future()
-        self._trunk.wire().send(("EVALSHA", script.digest), Call(script.source, (len(keys), *keys, *arguments), reply))
+        self._trunk.wire().send(script.pack(keys, arguments), Call(script.source, keys, arguments, reply))
         return reply
 
     async def is_answered(self, step: asyncio.Future[Any], patience_s: float) -> bool:

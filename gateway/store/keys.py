@@ -222,7 +222,7 @@ class PoolKeys:
         return self.prefix + "ledger_owners"
 
     def open_records(self, gateway_id: str) -> str:
-        """HASH record id -> JSON list of a record's names and values but outcome and reason, of its live requests.
+        """HASH record id -> JSON list of a record's values but outcome and reason, of its live requests.
 
         Written by ledger_open and ledger_note, removed field by field by ledger_close or, once it is dead, ledger_reap.
         """

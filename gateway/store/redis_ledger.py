@@ -5,9 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Coroutine, Sequence
-from dataclasses import fields
 from itertools import chain
-from operator import attrgetter
 from typing import Any
 
 from gateway.ledger import UsageRecord
@@ -15,8 +13,7 @@ from gateway.store.connection import Argument, Link, Trunk
 from gateway.store.keys import PoolKeys
 
 _TIMEOUT_S = 2.0
-_NAMES = tuple(field.name for field in fields(UsageRecord))
-_values = attrgetter(*_NAMES)
+_to_json = json.JSONEncoder().encode
 _SCRIPTS = ("ledger_open", "ledger_note", "ledger_close", "ledger_leave")
 
 
@@ -57,7 +54,7 @@ class RedisLedger:
 
     async def reap(self) -> int:
         """Closes what dead gateways left open. See `Ledger.reap`."""
-        arguments = (self._prefix, self._max_records)
+        arguments = (self._prefix, self._max_records, *UsageRecord._fields)
         return int(await self._link.send(self._reaping, self._reaping_keys, arguments))
 
     async def leave(self) -> None:
@@ -77,9 +74,9 @@ async def _as_bool(reply: asyncio.Future[Any]) -> bool:
 
 def _flat(record: UsageRecord) -> list[Argument]:
     """Name, value, name, value, and so on, as a stream's entry has them."""
-    return list(chain.from_iterable(zip(_NAMES, map(str, _values(record)), strict=True)))
+    return list(chain.from_iterable(zip(UsageRecord._fields, map(str, record), strict=True)))
 
 
 def _packed(record: UsageRecord) -> str:
-    """The same for a hash. Outcome and reason are not known yet: whoever closes it adds them."""
-    return json.dumps(_flat(record)[:-4])
+    """Its values for a hash. Outcome and reason are not known yet: whoever closes it adds them."""
+    return _to_json(list(map(str, record[:-2])))

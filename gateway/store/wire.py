@@ -36,8 +36,20 @@ class Call(NamedTuple):
     """A script that was sent, or is about to be. The reply fails with what `unavailable` makes, or a ResponseError."""
 
     source: str
-    arguments: tuple[Argument, ...]  # with the keys, and their number in front
+    keys: Sequence[str]
+    arguments: Sequence[Argument]
     reply: asyncio.Future[Any]
+
+
+def pack_parts(parts: Sequence[Argument]) -> bytes:
+    """Parts of a command as they are sent, without the number of them in front."""
+    packed: bytes = hiredis.pack_command(tuple(parts))  # type: ignore[arg-type]  # says: one argument
+    return packed[packed.index(b"\n") + 1 :]
+
+
+def _pack(command: Sequence[Argument]) -> bytes:
+    packed: bytes = hiredis.pack_command(tuple(command))  # type: ignore[arg-type]  # says: one argument
+    return packed
 
 
 class Wire(asyncio.Protocol):
@@ -74,9 +86,8 @@ class Wire(asyncio.Protocol):
             self._order(("SCRIPT", "LOAD", source), lambda done: done.cancelled() or done.exception())
         self._connecting = self._loop.create_task(self._connect())
 
-    def send(self, command: tuple[Argument, ...], call: Call) -> None:
-        """Sends a command with a call's arguments behind all others; its reply is the call's."""
-        packed: bytes = hiredis.pack_command((*command, *call.arguments))  # type: ignore[arg-type]  # says: one argument
+    def send(self, packed: bytes, call: Call) -> None:
+        """Sends a command behind all others; its reply is the call's."""
         if not self._calls:
             self._heard_at = self._loop.time()
             if self._timer is None:
@@ -98,7 +109,7 @@ class Wire(asyncio.Protocol):
     def _order(self, command: tuple[Argument, ...], look: Callable[[asyncio.Future[Any]], object]) -> None:
         done = self._loop.create_future()
         done.add_done_callback(look)
-        self.send(command, Call("", (), done))
+        self.send(_pack(command), Call("", (), (), done))
 
     def _obeyed(self, done: asyncio.Future[Any]) -> None:
         error = None if done.cancelled() else done.exception()
@@ -152,7 +163,7 @@ class Wire(asyncio.Protocol):
             return
         message = str(reply)
         if message.startswith(_UNKNOWN_SCRIPT):  # it has not run: resending it is safe
-            self.send(("EVAL", call.source), call)
+            self.send(_pack(("EVAL", call.source, len(call.keys), *call.keys, *call.arguments)), call)
         elif not call.reply.done():
             call.reply.set_exception(unavailable(reply) if message.startswith(_OUT_OF_ORDER) else reply)
 

@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from functools import lru_cache
 from typing import Any
 
 from tokenizers import Tokenizer
@@ -21,6 +22,10 @@ ROLES = ("system", "user", "assistant")
 # How many times shorter, in UTF-8 bytes, a normalizer can make a text; any that is not named here may leave nothing.
 # Canonical composition makes at most 7 bytes 2: a Greek iota in its 3-byte form with two marks.
 _SHRINKS = {"Prepend": 1, "NFC": 4}
+
+# Texts whose tokens are kept, and how long they may be: some MiB at most.
+_NUM_REMEMBERED = 256
+_REMEMBERED_CHARACTERS = 2_000
 
 
 def utc_now() -> datetime:
@@ -67,6 +72,8 @@ class TextModel:
             tokens, special_ids, description.limits.vocab_size, compile_decoding(file["decoder"])
         )
         self._bound = _bound(file, self.vocabulary)
+        # Refused for now, sent again: the same text comes back at the worst of times.
+        self._recent = lru_cache(_NUM_REMEMBERED)(self._tokenize)
 
     def encode_chat(self, messages: Sequence[tuple[str, str]]) -> list[int]:
         """Token ids of a conversation, (role, content) oldest first, up to where the assistant's answer begins.
@@ -105,11 +112,15 @@ class TextModel:
         return [*self._bos, *self._encode("text", without_reserved(text))]
 
     def _encode(self, field: str, text: str) -> list[int]:
+        token_ids = self._recent(text) if len(text) <= _REMEMBERED_CHARACTERS else self._tokenize(text)
+        if not token_ids:
+            raise InvalidRequestError.of_field(field, "it has no tokens; at least 1 is needed", Reason.EMPTY_PROMPT)
+        return list(token_ids)
+
+    def _tokenize(self, text: str) -> tuple[int, ...]:
         # The batch call leaves the interpreter lock alone and computes no offsets.
         [encoding] = self._tokenizer.encode_batch_fast([text], add_special_tokens=False)
-        if not encoding.ids:
-            raise InvalidRequestError.of_field(field, "it has no tokens; at least 1 is needed", Reason.EMPTY_PROMPT)
-        return encoding.ids
+        return tuple(encoding.ids)
 
     def min_tokens(self, text: str) -> int:
         """A lower bound of the tokens that `text` takes, without tokenizing it; 0 where nothing is certain."""

@@ -34,21 +34,24 @@ class FaultyLimiter(RedisLimiter):
     fault = ""
     late: list[tuple[str, tuple[Argument, ...]]]
 
-    async def _run(self, name: str, *arguments: Argument) -> Any:
+    def _send(self, name: str, *arguments: Argument) -> asyncio.Future[Any]:
+        if not self.fault or name == "settle":
+            return super()._send(name, *arguments)
+        answer = asyncio.get_running_loop().create_future()
+        error = UnavailableError(self.fault, reason=Reason.STORE_UNAVAILABLE)
+        if self.fault == "unanswered":
+            super()._send(name, *arguments).add_done_callback(lambda _: answer.set_exception(error))
+            return answer
         if self.fault == "late" and name in ("reserve", "share"):
             self.late.append((name, arguments))
-        if self.fault in ("lost", "late"):
-            raise UnavailableError("lost", reason=Reason.STORE_UNAVAILABLE)
-        reply = await super()._run(name, *arguments)
-        if self.fault == "unanswered":
-            raise UnavailableError("unanswered", reason=Reason.STORE_UNAVAILABLE)
-        return reply
+        answer.set_exception(error)
+        return answer
 
     async def arrive(self) -> None:
         """What was late reaches the store."""
         late, self.late = self.late, []
         for name, arguments in late:
-            await super()._run(name, *arguments)
+            await super()._send(name, *arguments)
 
 
 @dataclass
