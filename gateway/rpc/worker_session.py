@@ -22,6 +22,7 @@ from protos.inference.v1 import worker_pb2, worker_pb2_grpc
 
 _log = structlog.get_logger(__name__)
 
+_MAX_ADDED_BYTES = 1 << 16  # to a message with a command: far less than a worker takes
 # Looks of the watchdog within the allowed silence: it is noticed at most a fifth too early, and late by no more than
 # this program's event loop is at the last look.
 _TICKS = 5
@@ -278,10 +279,24 @@ class GrpcWorkerSession:
 
     async def _write(self, call: Any) -> None:
         try:
+            command = await self._commands.get()
             while True:
-                await call.write(await self._commands.get())
+                following = self._add_waiting(command)
+                await call.write(command)
+                command = following or await self._commands.get()
         except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
             return  # the stream is over, which the reader learns with the cause
+
+    def _add_waiting(self, first: worker_pb2.SessionCommand) -> worker_pb2.SessionCommand | None:
+        """Puts what waits behind a command into its message, and returns the first one that has no room there."""
+        num_bytes = 0
+        while not self._commands.empty():
+            command = self._commands.get_nowait()
+            num_bytes += command.ByteSize()
+            if num_bytes > _MAX_ADDED_BYTES:
+                return command
+            first.more.append(command)
+        return None
 
     async def _watch(self, call: Any) -> None:
         """Cuts the stream after too long a silence. Counts looks, not time: a stall of this process is no silence.

@@ -88,6 +88,7 @@ class Session:
     events: asyncio.Queue[worker_pb2.SessionEvent | None] = field(default_factory=asyncio.Queue)
     running: dict[str, Running] = field(default_factory=dict)
     accounted: list[worker_pb2.ClaimRef] = field(default_factory=list)
+    num_messages: int = 0  # with commands
 
 
 @dataclass
@@ -329,7 +330,7 @@ class _Service(worker_pb2_grpc.WorkerServicer):
             return await session.events.get()
 
     async def _read(self, session: Session, commands: Any) -> None:
-        async for command in commands:
+        async for command in _one_by_one(commands, session):
             if command.HasField("submit"):
                 await self._worker.take(session, command.submit)
             elif command.HasField("abort"):
@@ -342,6 +343,13 @@ class _Service(worker_pb2_grpc.WorkerServicer):
                 self._worker.drains.append(command.drain)
                 await self._worker.notify()
         session.events.put_nowait(None)
+
+
+async def _one_by_one(commands: Any, session: Session) -> AsyncIterator[worker_pb2.SessionCommand]:
+    async for first in commands:
+        session.num_messages += 1
+        for command in (first, *first.more):
+            yield command
 
 
 async def _serve_for_ever(worker: ScriptedWorker) -> None:

@@ -136,9 +136,10 @@ class GatewaySession:
 
     async def read(self, commands: AsyncIterator[worker_pb2.SessionCommand]) -> None:
         """Obeys until the gateway's end of the stream closes. Raises InvalidRequestError for what is no command."""
-        async for command in commands:
-            self._obey(command)
-            await self._mailbox.room()
+        async for first in commands:
+            for command in (first, *first.more):
+                self._obey(command)
+                await self._mailbox.room()
 
     async def write(self, send: Callable[[worker_pb2.SessionEvent], Awaitable[None]]) -> None:
         """Sends news as they come and heartbeats while there are none; returns after a goodbye.

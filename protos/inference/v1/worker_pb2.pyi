@@ -31,6 +31,7 @@ class SessionCommand(_message.Message):
     DRAIN_FIELD_NUMBER: _builtins.int
     PAUSE_FIELD_NUMBER: _builtins.int
     RESUME_FIELD_NUMBER: _builtins.int
+    MORE_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def open(self) -> Global___Open:
         """first, once"""
@@ -55,6 +56,10 @@ class SessionCommand(_message.Message):
     def resume(self) -> Global___Resume:
         """go on with a paused request"""
 
+    @_builtins.property
+    def more(self) -> _containers.RepeatedCompositeFieldContainer[Global___SessionCommand]:
+        """that came meanwhile, to be obeyed after it, in this order; these have no more"""
+
     def __init__(
         self,
         *,
@@ -64,10 +69,11 @@ class SessionCommand(_message.Message):
         drain: Global___Drain | None = ...,
         pause: Global___Pause | None = ...,
         resume: Global___Resume | None = ...,
+        more: _abc.Iterable[Global___SessionCommand] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["abort", b"abort", "command", b"command", "drain", b"drain", "open", b"open", "pause", b"pause", "resume", b"resume", "submit", b"submit"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["abort", b"abort", "command", b"command", "drain", b"drain", "open", b"open", "pause", b"pause", "resume", b"resume", "submit", b"submit"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["abort", b"abort", "command", b"command", "drain", b"drain", "more", b"more", "open", b"open", "pause", b"pause", "resume", b"resume", "submit", b"submit"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_command: _TypeAlias = _typing.Literal["open", "submit", "abort", "drain", "pause", "resume"]  # noqa: Y015
     _WhichOneofArgType_command: _TypeAlias = _typing.Literal["command", b"command"]  # noqa: Y015

@@ -29,6 +29,30 @@ async def test_a_request_streams_and_its_claim_is_accounted_for_once() -> None:
         assert usage.free_slots > 0
 
 
+async def test_commands_of_one_message_are_obeyed_in_their_order() -> None:
+    async with WorkerRig().running() as rig, grpc.aio.insecure_channel(rig.address) as channel:
+        gateway = Gateway(channel)
+        await gateway.open()
+        rig.executor.gate.clear()
+        sampling = types_pb2.SamplingParams(max_tokens=9)
+
+        def submit(request_id: str) -> worker_pb2.SessionCommand:
+            message = worker_pb2.Submit(
+                request_id=request_id, attempt=1, prompt_token_ids=PROMPT, sampling=sampling, band=types_pb2.BAND_NORMAL
+            )
+            return worker_pb2.SessionCommand(submit=message)
+
+        command = submit("acme/1")
+        abort = worker_pb2.SessionCommand(abort=worker_pb2.Abort(request_id="acme/2", attempt=1))
+        command.more.extend([submit("acme/2"), abort, submit("acme/3")])
+        await gateway.call.write(command)
+        rig.executor.gate.set()
+        for request_id in ("acme/1", "acme/3"):
+            assert await gateway.read_until_ended(request_id) == "FINISH_REASON_LENGTH"
+        assert not gateway.tokens.get(("acme/2", 1))
+        await rig.until_idle()
+
+
 async def test_output_of_earlier_attempts_is_context_and_not_sent_again() -> None:
     whole = generate(PROMPT, 9, vocab_size=1000)
     async with WorkerRig().running() as rig, grpc.aio.insecure_channel(rig.address) as channel:
@@ -189,6 +213,10 @@ async def test_more_than_the_worker_takes_is_answered_with_no_credit() -> None:
         [worker_pb2.SessionCommand(open=worker_pb2.Open())],
         [worker_pb2.SessionCommand(open=worker_pb2.Open(gateway_id="g"))] * 2,
         [worker_pb2.SessionCommand(open=worker_pb2.Open(gateway_id="g")), worker_pb2.SessionCommand()],
+        [
+            worker_pb2.SessionCommand(open=worker_pb2.Open(gateway_id="g")),
+            worker_pb2.SessionCommand(abort=worker_pb2.Abort(request_id="x"), more=[worker_pb2.SessionCommand()]),
+        ],
     ],
 )
 async def test_what_is_no_conversation_ends_as_invalid(commands: list[worker_pb2.SessionCommand]) -> None:
