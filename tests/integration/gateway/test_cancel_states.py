@@ -77,10 +77,13 @@ async def paused(scene: Scene) -> None:
     """Its client does not read."""
     worker = await scene.taken()
     worker.tokens_per_step = 500
+    [running], live = worker.running, scene.live
     async with asyncio.timeout(20):
-        while not worker.running[0].is_paused:
+        while not running.is_paused:
+            assert worker.running, "all of it was on its way to a client that does not read"
             await worker.step()
-            await asyncio.sleep(0)
+            # What the gateway has not got yet does not fill the way to its client.
+            await eventually(lambda: running.is_paused or len(live.output_token_ids) == running.position)
 
 
 async def handed_back(scene: Scene) -> None:
@@ -113,7 +116,7 @@ async def test_what_is_given_up_frees_everything(
         worker.reject = NO_CREDIT if reach is refused else None
     app, other = await rig.serving(*workers, tenants_by_key=ONE_AT_A_TIME, max_unread_tokens=100)
     await eventually(lambda: app.fleet.num_ready(MODEL) == 2)
-    client = await rig.client(app, options=[("grpc.http2.lookahead_bytes", 1024)])
+    client = await rig.client(app, options=[("grpc.http2.lookahead_bytes", 1024), ("grpc.http2.bdp_probe", 0)])
     scene = Scene(app, other, workers)
     request = generate_request(request_id="r1", sampling={"max_tokens": 90_000}, return_token_ids=True)
     call = client.generate(request, timeout=60)
