@@ -9,7 +9,9 @@ from typing import Any
 import grpc
 import pytest
 
+from common.types import Band, SamplingParams
 from gateway.app import GatewayApp
+from gateway.placement.worker import Submission
 from protos.inference.v1 import types_pb2
 from tests.integration.gateway.rig import FLEET_KEY, Rig, announce, eventually, reason_of
 from tests.support.scripted_worker import MODEL, ScriptedWorker, text_of
@@ -49,6 +51,18 @@ async def test_two_gateways_and_two_workers_share_one_queue(rig: Rig) -> None:
     assert over_admitted == []
     await idle(*apps)
     assert [depth.num_waiting for depth in await apps[0].queue.depths()] == [0, 0, 0]
+
+
+async def test_commands_that_come_together_go_to_a_worker_in_few_messages(rig: Rig) -> None:
+    worker = await rig.worker()
+    app, _ = await rig.serving(worker)
+    [session], [theirs] = app.fleet.sessions, worker.sessions
+    names, num_before = [f"acme/{number}" for number in range(40)], theirs.num_messages
+    for name in names:
+        session.submit(Submission(name, 1, (200,) * 4000, (), SamplingParams(seed=1, max_tokens=1), Band.HIGH, ""))
+    await eventually(lambda: len(worker.submitted) == len(names))
+    assert [submit.request_id.partition("#")[0] for submit in worker.submitted] == names
+    assert 1 < theirs.num_messages - num_before < 10, "some 320 KB of prompts: not one by one, and not all at once"
 
 
 async def test_a_lost_worker_is_a_pause(rig: Rig) -> None:
