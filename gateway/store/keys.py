@@ -169,7 +169,8 @@ class PoolKeys:
 
     def window(self, tenant: str) -> str:
         """HASH, what a tenant has used lately: r<slot> requests and t<slot> tokens, slots of a second of the clock;
-        tat: time at which the tenant's allowance for requests at once is full again.
+        r, t: their sums; from: no slot before it is there; tat: time at which the tenant's allowance for requests at
+        once is full again.
 
         Written by reserve, settle and share; expires when the last slot has left the window.
         """

@@ -10,6 +10,7 @@ import pytest
 import redis
 
 from common.local_redis import redis_url as local_or_configured
+from gateway.store.keys import PoolKeys
 
 __all__ = ["held_keys", "pool", "pool_keys", "redis_client", "redis_url", "request_keys"]
 
@@ -57,3 +58,11 @@ def held_keys(client: redis.Redis, pool: str) -> list[str]:
 
 def _keys_of(client: redis.Redis, pool: str, kinds: set[str]) -> list[str]:
     return [key for key in pool_keys(client, pool) if key.split("}:", 1)[1].split(":", 1)[0] in kinds]
+
+
+def check_window_sums(client: redis.Redis, pool: str, tenant: str) -> None:
+    """What is kept of a tenant's window besides its slots agrees with them."""
+    window = client.hgetall(PoolKeys(pool).window(tenant))
+    for kind in "rt":
+        slots = sum(int(amount) for name, amount in window.items() if name[0] == kind and name[1:].isdigit())
+        assert int(window.get(kind, 0)) == slots, window

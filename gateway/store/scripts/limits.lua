@@ -22,24 +22,35 @@ local function lease_slot(tenant, id, lease)
   call('PEXPIRE', running_key(tenant), int(math.ceil(lease / 1000)))
 end
 
--- Slots of a kind ("r" requests, "t" tokens) in the window, in no order, their sum, and the fields that are too old.
--- "tat" is the kind of the rate's spacing, which is a time.
+local function oldest_slot() return math.floor(NOW / SLOT) - NUM_SLOTS + 1 end
+
+-- Fields of slots that may have left the window since the sums were made.
+local function fields_before(key, from, oldest)
+  local names = {}
+  if oldest - from > NUM_SLOTS then
+    for _, name in ipairs(call('HKEYS', key)) do
+      local at = tonumber(string.match(name, '^[rt](%d+)$'))
+      if at and at < oldest then names[#names + 1] = name end
+    end
+  else
+    for slot = from, oldest - 1 do names[#names + 1], names[#names + 2] = 'r' .. int(slot), 't' .. int(slot) end
+  end
+  return names
+end
+
+-- Requests and tokens of the window, the fields that have left it, and "tat", the time of the rate's spacing. The sums are kept:
+-- only what has left since they were made has to be looked at.
 local function read_window(tenant)
-  local window = { r = { sum = 0 }, t = { sum = 0 }, old = {}, tat = 0 }
-  local oldest = math.floor(NOW / SLOT) - NUM_SLOTS + 1
-  local fields = call('HGETALL', window_key(tenant))
-  for i = 1, #fields, 2 do
-    local name, amount = fields[i], tonumber(fields[i + 1])
-    if name == 'tat' then
-      window.tat = amount
-    else
-      local kind, at = string.sub(name, 1, 1), tonumber(string.sub(name, 2))
-      if at >= oldest then
-        table.insert(window[kind], { at = at, amount = amount })
-        window[kind].sum = window[kind].sum + amount
-      else
-        table.insert(window.old, name)
-      end
+  local key, oldest = window_key(tenant), oldest_slot()
+  local r, t, from, tat = unpack(call('HMGET', key, 'r', 't', 'from', 'tat'))
+  local window = { r = tonumber(r or '0'), t = tonumber(t or '0'), old = {}, tat = tonumber(tat or '0') }
+  local names = from and tonumber(from) < oldest and fields_before(key, tonumber(from), oldest) or {}
+  if #names == 0 then return window end
+  for i, amount in ipairs(call('HMGET', key, unpack(names))) do
+    if amount then
+      local kind = string.sub(names[i], 1, 1)
+      window[kind] = window[kind] - tonumber(amount)
+      window.old[#window.old + 1] = names[i]
     end
   end
   return window
@@ -48,7 +59,7 @@ end
 -- What counts against each limit now: requests and tokens of the window, running requests, tokens of a day.
 local function read_used(tenant, window, day)
   local its_day, spent = unpack(call('HMGET', day_key(tenant), 'day', 'tokens'))
-  return { window.r.sum, window.t.sum, call('ZCOUNT', running_key(tenant), '(' .. int(NOW), '+inf'),
+  return { window.r, window.t, call('ZCOUNT', running_key(tenant), '(' .. int(NOW), '+inf'),
     its_day == int(day) and tonumber(spent) or 0 }
 end
 
@@ -90,10 +101,16 @@ end
 
 -- Counts use of a time in the past: in its slot if that is in the window, and in its day unless that is over.
 local function count_in_window(tenant, slot, requests, tokens)
-  if slot <= math.floor(NOW / SLOT) - NUM_SLOTS then return end
-  if requests ~= 0 then call('HINCRBY', window_key(tenant), 'r' .. int(slot), int(requests)) end
-  call('HINCRBY', window_key(tenant), 't' .. int(slot), int(tokens))
-  call('PEXPIRE', window_key(tenant), WINDOW_KEPT_MS)
+  local key, oldest = window_key(tenant), oldest_slot()
+  if slot < oldest then return end
+  call('HSETNX', key, 'from', int(oldest))
+  for kind, amount in pairs({ r = requests, t = tokens }) do
+    if amount ~= 0 then
+      call('HINCRBY', key, kind .. int(slot), int(amount))
+      call('HINCRBY', key, kind, int(amount))
+    end
+  end
+  call('PEXPIRE', key, WINDOW_KEPT_MS)
 end
 
 local function count_in_day(tenant, day, tokens)
@@ -122,6 +139,7 @@ local function settle(tenant, id, used_tokens)
   -- What has left the window or belongs to another day is not there to be changed.
   if call('HEXISTS', window_key(tenant), 't' .. slot) == 1 then
     call('HINCRBY', window_key(tenant), 't' .. slot, int(0 - unused))
+    call('HINCRBY', window_key(tenant), 't', int(0 - unused))
   end
   if call('HGET', day_key(tenant), 'day') == day then call('HINCRBY', day_key(tenant), 'tokens', int(0 - unused)) end
   return 1

@@ -16,14 +16,15 @@ local lease, gateway, known = tonumber(ARGV[11]), ARGV[12], ARGV[13]
 local SHARES_GO_IN = 2000000 -- by then every gateway has heard that they are recalled
 local RECALL = 5000000
 
--- Microseconds until enough has left the window; -1 if the limit is below the amount itself.
-local function wait_for(used, amount, limit)
+-- Microseconds until enough of a kind ("r" requests, "t" tokens) has left the window; -1 if the limit is below the amount
+-- itself.
+local function wait_for(kind, used, amount, limit)
   if amount > limit then return -1 end
-  table.sort(used, function(a, b) return a.at < b.at end)
-  local excess = used.sum + amount - limit
-  for _, one in ipairs(used) do
-    excess = excess - one.amount
-    if excess <= 0 then return (one.at + NUM_SLOTS) * SLOT - NOW end
+  local excess, names = used + amount - limit, {}
+  for at = oldest_slot(), slot do names[#names + 1] = kind .. int(at) end
+  for i, one in ipairs(call('HMGET', window_key(tenant), unpack(names))) do
+    excess = excess - tonumber(one or '0')
+    if excess <= 0 then return (oldest_slot() + i - 1 + NUM_SLOTS) * SLOT - NOW end
   end
   return SLOT
 end
@@ -57,8 +58,8 @@ local interval = burst > 0 and limits[1] > 0 and math.ceil(60 * SLOT / limits[1]
 local tat = math.max(window.tat, NOW) + interval
 for i, limit in ipairs(limits) do
   if is_new and limit >= 0 and used[i] + amounts[i] > limit then
-    if i == 1 then refuse(i, wait_for(window.r, 1, limit)) end
-    if i == 2 then refuse(i, wait_for(window.t, tokens, limit)) end
+    if i == 1 then refuse(i, wait_for('r', window.r, 1, limit)) end
+    if i == 2 then refuse(i, wait_for('t', window.t, tokens, limit)) end
     if i == 3 then refuse(i, limit == 0 and -1 or SLOT) end
     if i == 4 then refuse(i, -1) end
   end
@@ -91,9 +92,9 @@ if not is_new then
   call('PEXPIRE', reservation_key(id), RESERVATION_KEPT_MS)
   return reply()
 end
-for _, field in ipairs(window.old) do call('HDEL', window_key(tenant), field) end
+if #window.old > 0 then call('HDEL', window_key(tenant), unpack(window.old)) end
+call('HSET', window_key(tenant), 'r', int(window.r), 't', int(window.t), 'from', int(oldest_slot()), 'tat', int(tat))
 count_in_window(tenant, slot, 1, tokens)
-if interval > 0 then call('HSET', window_key(tenant), 'tat', int(tat)) end
 call('HSET', day_key(tenant), 'day', int(day), 'tokens', int(used[4] + tokens))
 call('PEXPIRE', day_key(tenant), DAY_KEPT_MS)
 write_reservation(id, gateway, tokens, slot, day)

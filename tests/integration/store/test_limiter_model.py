@@ -15,7 +15,7 @@ from gateway.admission.limiter import Cost
 from gateway.admission.limits import TenantLimits
 from gateway.store.redis_limiter import LimiterSettings, RedisLimiter
 from tests.support.lives import live_many
-from tests.support.redis import pool_keys
+from tests.support.redis import check_window_sums, pool_keys
 from tests.support.store_clock import StoreClock, read_script_with_set_clock
 
 NUM_STEPS = 120
@@ -143,6 +143,7 @@ class Life:
         steps = {self.reserve: 10, self.settle: 6, self.renew: 3, self.wait: 5, self.sleep_till_midnight: 0.3}
         for step in self.dice.choices(list(steps), list(steps.values()), k=NUM_STEPS):
             await step()
+            check_window_sums(self.client, self.pool, "acme")
 
     async def close(self) -> None:
         for gateway in self.gateways:

@@ -19,7 +19,7 @@ from gateway.admission.limits import TenantLimits
 from gateway.store.connection import Argument
 from gateway.store.redis_limiter import LimiterSettings, RedisLimiter
 from tests.support.lives import live_many
-from tests.support.redis import pool_keys
+from tests.support.redis import check_window_sums, pool_keys
 from tests.support.store_clock import StoreClock, read_script_with_set_clock
 
 NUM_STEPS = 120
@@ -194,6 +194,7 @@ class Life:
         }
         for step in self.dice.choices(list(steps), list(steps.values()), k=NUM_STEPS):
             await step()
+            check_window_sums(self.client, self.pool, "acme")
         await self.recover()
 
     async def recover(self) -> None:
