@@ -33,8 +33,10 @@ from gateway.rpc.admin_service import AdminService
 from gateway.rpc.dialer import WorkerDialer
 from gateway.rpc.endings import Endings
 from gateway.rpc.explanation import Explainer
+from gateway.rpc.shared_endings import SharedEndings
 from gateway.rpc.worker_session import SessionSettings
 from gateway.store.connection import Trunk
+from gateway.store.redis_endings import RedisEndingStore
 from gateway.store.redis_jobs import RedisJobStore
 from gateway.store.redis_journal import RedisJournal
 from gateway.store.redis_ledger import RedisLedger
@@ -211,6 +213,13 @@ class GatewayApp:
             },
         )
         endings = Endings(clock)
+        self._shared_endings = SharedEndings(
+            RedisEndingStore(trunk, pool=settings.pool, timeout_s=settings.store_timeout_s),
+            endings,
+            self._store,
+            clock,
+            gateway_id=self.gateway_id,
+        )
         inference = inference_service.InferenceService(
             self._handler,
             self.dispatcher,
@@ -237,7 +246,7 @@ class GatewayApp:
             self.limiter,
             tenants,
             self._edits,
-            Explainer(self.dispatcher, self._dialer, self.queue, endings, clock, self.gateway_id),
+            Explainer(self.dispatcher, self._dialer, self.queue, endings, self._shared_endings, clock, self.gateway_id),
             self.gateway_id,
             begin_drain=self.drain_wanted.set,
         )
@@ -262,6 +271,7 @@ class GatewayApp:
         self._resumption.start(self._background)
         self._job_runner.start(self._background)
         self._background.run(self._edits.run, "tenant_edits")
+        self._background.run(self._shared_endings.run, "endings")
         self._dialer.start()
         _log.info("gateway_started", gateway_id=self.gateway_id, port=self.port, metrics_port=self.metrics_port)
 
@@ -278,6 +288,7 @@ class GatewayApp:
             await asyncio.to_thread(self._metrics_server.close)
         await self.limiter.close()
         await self._edits.close()
+        await self._shared_endings.close()
         await self._job_runner.close()
         await self._resumption.stop()
         await self._books.stop()

@@ -12,12 +12,13 @@ from gateway.placement.worker import WorkerState
 from gateway.queueing.queue import Position, Queue
 from gateway.rpc.dialer import WorkerDialer
 from gateway.rpc.endings import Ending, Endings
+from gateway.rpc.shared_endings import SharedEndings
 from gateway.rpc.worker_session import GrpcWorkerSession
 from protos.inference.v1 import admin_pb2, types_pb2
 
 _WAITS_FOR_STORE = "it is accepted, and waits for the queue's store, which does not answer"
 _JUST_CLAIMED = "it has just left the queue, or is on its way back to it"
-_UNKNOWN = "no gateway holds it: it ended well, or long ago, or was refused by another gateway, or never came"
+_UNKNOWN = "no gateway holds it: it ended well, or long ago, or within the last second elsewhere, or never came"
 
 
 class Explainer:
@@ -29,6 +30,7 @@ class Explainer:
         dialer: WorkerDialer,
         queue: Queue,
         endings: Endings,
+        shared: SharedEndings,
         clock: Clock,
         gateway_id: str,
     ) -> None:
@@ -36,6 +38,7 @@ class Explainer:
         self._dialer = dialer
         self._queue = queue
         self._endings = endings
+        self._shared = shared
         self._clock = clock
         self._gateway_id = gateway_id
 
@@ -48,9 +51,9 @@ class Explainer:
         if owner is not None and owner != self._gateway_id:
             text = f"gateway {owner} holds the client's stream; ask it"
             return admin_pb2.ExplainRequestResponse(state="elsewhere", explanation=text, gateway_id=owner)
-        ending = self._endings.find(fleet_id)
-        if ending is not None:
-            return self._of_ending(ending)
+        known = await self._shared.find(fleet_id)
+        if known is not None:
+            return self._of_ending(known.ending, known.gateway_id)
         return admin_pb2.ExplainRequestResponse(state="unknown", explanation=_UNKNOWN)
 
     def refusals(self, tenant_id: str, most: int) -> list[admin_pb2.Refusal]:
@@ -68,7 +71,7 @@ class Explainer:
             for ending in self._endings.latest(tenant_id, most)
         ]
 
-    def _of_ending(self, ending: Ending) -> admin_pb2.ExplainRequestResponse:
+    def _of_ending(self, ending: Ending, gateway_id: str) -> admin_pb2.ExplainRequestResponse:
         again = (
             ""
             if ending.retry_after_s is None
@@ -77,7 +80,7 @@ class Explainer:
         return admin_pb2.ExplainRequestResponse(
             state="refused",
             explanation=f"{ending.status}/{ending.reason.name}: {ending.message}{again}",
-            gateway_id=self._gateway_id,
+            gateway_id=gateway_id,
             age_s=self._clock.monotonic() - ending.at,
             reason=types_pb2.Reason.ValueType(ending.reason.value),
         )

@@ -152,6 +152,20 @@ class PoolKeys:
         """STRING, counter of changes of `tenants`. Without an end."""
         return self.prefix + "tenants_version"
 
+    # Endings
+
+    @property
+    def endings(self) -> str:
+        """HASH request id -> JSON [gateway, status, reason, message, retry_after_s, age_s], the latest requests of the
+        fleet that ended with an error. Written by ending_note, which also removes the oldest; expires after a day.
+        """
+        return self.prefix + "endings"
+
+    @property
+    def ending_times(self) -> str:
+        """ZSET request id -> time at which it was noted. Follows `endings`."""
+        return self.prefix + "ending_times"
+
     # Limits
 
     @property

@@ -25,6 +25,8 @@ _LASTING = {
         "recalled",
         "tenants",
         "tenants_version",
+        "endings",
+        "ending_times",
         "ledger",
         "ledger_owners",
         "ledger_reaped",
@@ -32,7 +34,7 @@ _LASTING = {
     *("journal", "passages", "job", "jobs"),
 }
 Record = dict[str, str]
-_ON_THE_WAY_S = 1.0  # for an event, besides the time for which its reader was busy
+_ON_THE_WAY_S = 1.0  # that a gateway waits at a request's end, besides the time for which programs are busy
 _SETTLING_S = 60.0
 
 
@@ -119,21 +121,21 @@ def _difference(got: Sequence[object], wanted: Sequence[object]) -> str:
 def check_quota(calls: Sequence[Call], lag_s: float) -> None:
     """The limited tenant never had more requests at once, or in a minute, than it may.
 
-    A request counts as running only while that is certain: from its acceptance until a while before its last deltas.
+    A request counts as running only while that is certain, however late its client has read: from its acceptance until
+    it had lasted as long as its gateway says, less what that waits for the store at the end.
     """
     slack_s = _ON_THE_WAY_S + 2 * lag_s
-    limited = [call for call in calls if call.tenant == "limited" and call.accepted_at is not None]
+    limited = [call for call in calls if call.tenant == "limited" and call.num_streams == 1]
     running = []
     for call in limited:
-        assert call.accepted_at is not None
-        until = (call.last_delta_at or 0.0) - slack_s
-        if until > call.accepted_at and call.num_streams == 1:
+        until = call.sent_at + call.finished[-1].timing.total_s - slack_s if call.finished else 0.0
+        if call.accepted_at is not None and until > call.accepted_at:
             running.append((call.accepted_at, until, call.kind, call.request_id))
     for at, *_ in running:
         together = [each for each in running if each[0] <= at < each[1]]
         assert len(together) <= MAX_CONCURRENT, f"at once, late by {lag_s:.2f} s: {together}"
-    starts = [call.accepted_at for call in limited if call.accepted_at is not None]
-    in_a_minute = [sum(1 for at in starts if start <= at < start + 60 - slack_s) for start in starts]
+    spans = [(call.sent_at, call.accepted_at) for call in limited if call.accepted_at is not None]
+    in_a_minute = [sum(1 for sent, accepted in spans if start <= sent and accepted < start + 60) for start, _ in spans]
     assert max(in_a_minute, default=0) <= REQUESTS_PER_MINUTE, f"{max(in_a_minute)} requests in a minute"
 
 

@@ -35,8 +35,8 @@ class Call:
     tenant: str
     question: Question
     request_id: str = ""
-    accepted_at: float | None = None  # monotonic
-    last_delta_at: float | None = None  # of the last but one delta
+    sent_at: float = 0.0  # monotonic; of the try that was accepted
+    accepted_at: float | None = None
     ended_at: float | None = None
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
@@ -47,20 +47,14 @@ class Call:
     refusals: list[ClientError] = field(default_factory=list)  # before that
     job: Job | None = None
     fault: str = ""  # what the client thinks was wrong
-    longest_gap_s: float = 0.0
-    _previous_delta_at: float | None = None
 
     def take(self, event: Event) -> None:
         """Notes what came."""
-        now = time.monotonic()
         if isinstance(event, Accepted):
             self.num_streams += 1
             self.request_id = event.request_id
-            self.accepted_at = self.accepted_at or now
+            self.accepted_at = self.accepted_at or time.monotonic()
         elif isinstance(event, Delta):
-            if self._previous_delta_at is not None:
-                self.longest_gap_s = max(self.longest_gap_s, now - self._previous_delta_at)
-            self.last_delta_at, self._previous_delta_at = self._previous_delta_at, now
             self.text += event.text
             self.token_ids += event.token_ids
             self.offset = event.offset or self.offset
@@ -152,6 +146,7 @@ class Traffic:
                     timeout_s=timeout_s,
                 )
             num_streams = call.num_streams
+            call.sent_at = time.monotonic() if call.accepted_at is None else call.sent_at
             try:
                 await self._read(call, events, leaves_after, 1 - gateway)
                 return

@@ -132,7 +132,7 @@ class AdminServicer:
         raise NotImplementedError('Method not implemented!')
 
     def ExplainRequest(self, request, context):
-        """Why a request waits, where it runs, or why it was refused.
+        """Why a request waits, where it runs, or why it was refused, by whichever gateway; others know of that a second later.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -46,7 +46,7 @@ class AdminStub:
     ResetTenant: _grpc.UnaryUnaryMultiCallable[_admin_pb2.ResetTenantRequest, _admin_pb2.ResetTenantResponse]
     """Forgets what was set or deleted here: the tenant is as the tenants file says again."""
     ExplainRequest: _grpc.UnaryUnaryMultiCallable[_admin_pb2.ExplainRequestRequest, _admin_pb2.ExplainRequestResponse]
-    """Why a request waits, where it runs, or why it was refused."""
+    """Why a request waits, where it runs, or why it was refused, by whichever gateway; others know of that a second later."""
     ListRefusals: _grpc.UnaryUnaryMultiCallable[_admin_pb2.ListRefusalsRequest, _admin_pb2.ListRefusalsResponse]
     """The last requests of a tenant that the answering gateway has refused or ended with an error, with and without ids."""
     DrainWorker: _grpc.UnaryUnaryMultiCallable[_admin_pb2.DrainWorkerRequest, _admin_pb2.DrainWorkerResponse]
@@ -70,7 +70,7 @@ class AdminAsyncStub(AdminStub):
     ResetTenant: _aio.UnaryUnaryMultiCallable[_admin_pb2.ResetTenantRequest, _admin_pb2.ResetTenantResponse]  # type: ignore[assignment]
     """Forgets what was set or deleted here: the tenant is as the tenants file says again."""
     ExplainRequest: _aio.UnaryUnaryMultiCallable[_admin_pb2.ExplainRequestRequest, _admin_pb2.ExplainRequestResponse]  # type: ignore[assignment]
-    """Why a request waits, where it runs, or why it was refused."""
+    """Why a request waits, where it runs, or why it was refused, by whichever gateway; others know of that a second later."""
     ListRefusals: _aio.UnaryUnaryMultiCallable[_admin_pb2.ListRefusalsRequest, _admin_pb2.ListRefusalsResponse]  # type: ignore[assignment]
     """The last requests of a tenant that the answering gateway has refused or ended with an error, with and without ids."""
     DrainWorker: _aio.UnaryUnaryMultiCallable[_admin_pb2.DrainWorkerRequest, _admin_pb2.DrainWorkerResponse]  # type: ignore[assignment]
@@ -133,7 +133,7 @@ class AdminServicer(metaclass=_abc_1.ABCMeta):
         request: _admin_pb2.ExplainRequestRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_admin_pb2.ExplainRequestResponse, _abc.Awaitable[_admin_pb2.ExplainRequestResponse]]:
-        """Why a request waits, where it runs, or why it was refused."""
+        """Why a request waits, where it runs, or why it was refused, by whichever gateway; others know of that a second later."""
 
     @_abc_1.abstractmethod
     def ListRefusals(

@@ -182,6 +182,29 @@ async def test_another_gateway_says_who_knows(rig: Rig) -> None:
     call.cancel()
 
 
+async def test_any_gateway_knows_why_another_one_has_refused(rig: Rig) -> None:
+    worker = await rig.worker()
+    (app, client), (second, later) = [await rig.serving(worker, admin_key=ADMIN_KEY) for _ in range(2)]
+    other = await rig.gateway(admin_key=ADMIN_KEY)
+    await client.ask(request_id="r1", sampling={"temperature": -1.0})
+    await later.ask(request_id="r2", sampling={"temperature": -1.0})
+
+    async def told_by(gateway: GatewayApp, request_id: str, state: str) -> Any:
+        async with admin_of(gateway) as admin, asyncio.timeout(30):
+            while (answer := await admin.explain("acme", request_id)).state != state:  # noqa: ASYNC110 - as it comes
+                await asyncio.sleep(0.02)
+        return answer
+
+    answer = await told_by(other, "r1", "refused")
+    assert (answer.gateway_id, answer.reason) == (app.gateway_id, Reason.INVALID_PARAMETER.value)
+    assert "temperature" in answer.explanation
+    await rig.stop(second, 0)
+    assert (await told_by(other, "r2", "refused")).gateway_id == second.gateway_id, "it has told it before it left"
+    await client.ask(request_id="r2")
+    assert (await told_by(other, "r2", "unknown")).gateway_id == "", "it has ended well since, elsewhere"
+    assert (await told_by(app, "r1", "refused")).gateway_id == app.gateway_id
+
+
 async def test_a_worker_is_told_to_drain(rig: Rig) -> None:
     worker = await rig.worker(worker_id="w1", step_s=None)
     app, client = await rig.serving(worker, admin_key=ADMIN_KEY)
