@@ -67,3 +67,20 @@ async def test_a_client_that_hangs_up_at_its_deadline_has_reached_it() -> None:
     assert found is not None
     assert found.reason is Reason.DEADLINE
     assert endings.find("acme/1") is None
+
+
+def test_others_are_told_the_latest_and_what_could_not_be_told_goes_before_what_came_since() -> None:
+    endings = Endings(SystemClock())
+    for number in range(1500):
+        fail(endings, f"acme/{number}")
+    untold = endings.take_untold()
+    assert list(untold)[::999] == ["acme/500", "acme/1499"]
+    assert endings.take_untold() == {}
+    with endings.noted(WatchedCall("acme", "acme/1499")):
+        pass
+    fail(endings, "", late_id="acme/late")
+    endings.give_back(untold)
+    told = endings.take_untold()
+    assert len(told) == 1000
+    assert told["acme/1499"] is None, "it has ended well since"
+    assert told["acme/late"] is not None
