@@ -35,7 +35,7 @@ class GatewaySettings(Settings):
         2.0, gt=0, description="seconds that the store may take for an answer; without one it counts as lost"
     )
     store_patience_s: float = Field(
-        0.035,
+        0.03,
         gt=0,
         description="seconds of the store's silence after which a new request is decided without it, by the gateway's "
         "share of the tenant's limits; resumable ones and jobs are refused",
