@@ -624,6 +624,24 @@ class TestHeadThatDoesNotFit:
         assert ids(await queue.dispatch()) == ["small"]
         await finish(queue, "bigger", "small")
 
+    async def test_what_gets_its_only_worker_kept_free_is_one_of_them(self, make_queue: MakeQueue) -> None:
+        settings = replace(SETTINGS, max_passed=2, max_overtakes=1)
+        one, two = make_queue("g1", settings), make_queue("g2", settings)
+        workers = [report("w1", blocks=50), report("w2", blocks=50)]
+        await one.reach(["w2"], ttl_s=60)
+        await enqueue(one, "big", owner="g1", blocks=80)
+        await enqueue(two, "a", owner="g2", cached={"w2": 1})
+        claims = await one.dispatch(workers)
+        assert [(claim.request_id, claim.worker_id) for claim in claims] == [("a", "w2")], "its patience has ended"
+        await enqueue(two, "bigger", owner="g2", blocks=80)
+        await enqueue(two, "small", owner="g2")
+        assert await two.dispatch() == []
+        await finish(two, "bigger")
+        claims = await two.dispatch()
+        assert [(claim.request_id, claim.worker_id) for claim in claims] == [("small", "w1")]
+        await finish(one, "big")
+        await finish(two, "a", "small")
+
     async def test_what_no_worker_can_ever_hold_stops_nobody(self, queue: Queue) -> None:
         await enqueue(queue, "huge", blocks=101)
         await enqueue(queue, *"abcdefgh")

@@ -218,9 +218,10 @@ local function consider(request, headroom, walk, credits, service)
   end
   walk.is_passed[request.id] = true
   if fits_somewhere(credits, request) then
+    -- Asked before a worker is kept free for it: that one had credit, too.
+    if reaches_credit(credits, request.owner) then walk.num_misfits = walk.num_misfits + 1 end
     if request.overtaken >= max_overtakes then reserve(credits, request) end
     walk.passed[#walk.passed + 1] = request
-    if reaches_credit(credits, request.owner) then walk.num_misfits = walk.num_misfits + 1 end
   end
 end
 

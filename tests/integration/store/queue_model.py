@@ -80,7 +80,7 @@ class Walk:
     passed: list[Request] = field(default_factory=list)
     seen: list[Request] = field(default_factory=list)  # neither claimed nor removed
     claims: list[Claim] = field(default_factory=list)
-    num_misfits: int = 0  # of the passed, those that reach a worker with credit
+    num_misfits: int = 0  # of the passed, those that reached a worker with credit when it was their turn
 
     def able(self, blocks: int, headroom: int = 0) -> list[Worker]:
         return [it for it in self.fresh if it not in self.kept and it.can_hold(blocks, headroom)]
