@@ -16,6 +16,7 @@ import sys
 import tempfile
 import time
 from array import array
+from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from dataclasses import dataclass, field
@@ -213,6 +214,9 @@ async def measure(plan: Plan, source: Path) -> Result:
         await measure_admissions_warm(system)
         rate, cpu_s, num_failed = await measure_admissions(plan, system)
         delays, used = await measure_streams(plan, system, Random(1))
+        failures = sum((client.failures for client in system.clients), Counter[str]())
+    for failure, count in failures.most_common(5):
+        print(f"{count} requests failed: {failure}")
     num_tokens, first, last = len(delays.transit), used[0], used[-1]
     by_process = [after - before for before, after in zip(first.gateways, last.gateways, strict=True)]
     stream_cpu_s = sum(by_process)

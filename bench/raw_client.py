@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import Counter
 from collections.abc import AsyncGenerator
 from types import TracebackType
 from typing import Self
@@ -27,6 +28,7 @@ class RawClient:
         self._complete: grpc.aio.UnaryUnaryMultiCallable[bytes, bytes] = self._channel.unary_unary(_PATH + "Complete")
         self._metadata = (("authorization", f"Bearer {key}"),)
         self._prompt = prompt
+        self.failures: Counter[str] = Counter()  # by what the gateway said
 
     async def __aenter__(self) -> Self:
         return self
@@ -35,6 +37,9 @@ class RawClient:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         await self._channel.close()
+
+    def _note(self, error: grpc.aio.AioRpcError) -> None:
+        self.failures[f"{error.code().name}: {error.details()}"] += 1
 
     def _request(self, num_tokens: int) -> bytes:
         request = inference_pb2.GenerateRequest(text=self._prompt)
@@ -53,14 +58,16 @@ class RawClient:
                     yield now, inference_pb2.GenerateResponse.FromString(raw).delta.text
                 elif event == _FINISHED:
                     yield now, ""
-        except grpc.aio.AioRpcError:
+        except grpc.aio.AioRpcError as error:
+            self._note(error)
             return
 
     async def complete(self, num_tokens: int, *, timeout_s: float) -> bool:
         """A whole answer, not looked at. False if the gateway fails."""
         try:
             await self._complete(self._request(num_tokens), timeout=timeout_s, metadata=self._metadata)
-        except grpc.aio.AioRpcError:
+        except grpc.aio.AioRpcError as error:
+            self._note(error)
             return False
         return True
 
