@@ -56,24 +56,16 @@ class Resumption:
         Raises DuplicateRequestError if there is one under its request id, InvalidRequestError if the key was used for
         another call, UnavailableError if the store does not answer soon.
         """
-        # One that comes too late belongs to nobody.
-        return await self._calls.ask(lambda: self._begin(live, call), lambda _: self.end(live))
-
-    async def _begin(self, live: LiveRequest, call: GenerateCall) -> Resumed | None:
         digest = digest_of(call)
-        try:
-            writer = await self._journal.create(live.fleet_id, request=_packed(live.request), digest=digest)
-            if writer is not None:
-                live.pen = Pen(writer)
-                return None
-            if not call.idempotency_key:
-                raise DuplicateRequestError(f"request_id: {live.request.request_id} is that of a resumable answer")
-            adopted = await self._journal.adopt(live.fleet_id)
-        except UnavailableError as error:
-            self._store.failed(error)
-            raise
+        writer = await self._calls.ask(lambda: self._create(live, digest), lambda writer: self._forget(live, writer))
+        if writer is not None:
+            live.pen = Pen(writer)
+            return None
+        if not call.idempotency_key:
+            raise DuplicateRequestError(f"request_id: {live.request.request_id} is that of a resumable answer")
+        adopted = await self._take_over(live.fleet_id)
         if adopted is None:  # forgotten between the two
-            return await self._begin(live, call)
+            return await self.begin(live, call)
         if adopted.digest != digest:
             raise InvalidRequestError.of_field("idempotency_key", "was used for another request")
         return self._unpacked(live.request.tenant, live.request.request_id, adopted)
@@ -83,17 +75,31 @@ class Resumption:
 
         Raises NotFoundError if there is none (any more), UnavailableError if the store does not answer soon.
         """
-        return await self._calls.ask(lambda: self._adopt(tenant, request_id))
-
-    async def _adopt(self, tenant: Tenant, request_id: str) -> Resumed:
-        try:
-            adopted = await self._journal.adopt(fleet_request_id(tenant.tenant_id, request_id))
-        except UnavailableError as error:
-            self._store.failed(error)
-            raise
+        fleet_id = fleet_request_id(tenant.tenant_id, request_id)
+        # Asked first whether it is there: taking over ends the present run, and must not come late, for nobody.
+        is_there = await self._calls.ask(lambda: self._journal.writer_of(fleet_id)) is not None
+        adopted = await self._take_over(fleet_id) if is_there else None
         if adopted is None:
             raise NotFoundError("request_id: no resumable answer of this tenant has it")
         return self._unpacked(tenant, request_id, adopted)
+
+    async def _create(self, live: LiveRequest, digest: str) -> int | None:
+        try:
+            return await self._journal.create(live.fleet_id, request=_packed(live.request), digest=digest)
+        except UnavailableError as error:
+            self._store.failed(error)
+            raise
+
+    async def _forget(self, live: LiveRequest, writer: int | None) -> None:
+        if writer is not None:
+            await self._journal.forget(live.fleet_id, writer)
+
+    async def _take_over(self, fleet_id: str) -> Adopted | None:
+        try:
+            return await self._journal.adopt(fleet_id)
+        except UnavailableError as error:
+            self._store.failed(error)
+            raise
 
     async def end(self, live: LiveRequest) -> None:
         """Writes what is left; forgets a request that was never accepted."""

@@ -130,6 +130,9 @@ async def test_the_first_to_meet_a_hanging_store_are_decided_before_it_counts_as
             worker, redis_url=redis.url, tenants_by_key=tenants, store_timeout_s=600.0, store_patience_s=0.04
         )
         tiny = await rig.client(app, "key-tiny")
+        request = generate_request("long", idempotency_key="l", sampling={"max_tokens": 3000})
+        whole = asyncio.create_task(read(client.generate(request, timeout=60)))
+        await worker.wait_for(lambda: len(worker.running) == 1)
         with stopped(redis):
             refused = await tiny.ask("no share of one can be had")
             waiting = await accepted(client, "hello", 2)
@@ -137,19 +140,27 @@ async def test_the_first_to_meet_a_hanging_store_are_decided_before_it_counts_as
             assert refused.error.code() is grpc.StatusCode.UNAVAILABLE
             assert reason_of(refused.error) == "STORE_UNAVAILABLE"
             assert detail_of(refused.error, error_details_pb2.RetryInfo).retry_delay.seconds >= 1
-            for fields in ({"resumable": True, "request_id": "mine"}, {"idempotency_key": "k"}):
-                refused = await client.ask("to be written down", **fields)
+            for fields in (
+                {"resumable": True, "request_id": "mine"},
+                {"idempotency_key": "k"},
+                {"idempotency_key": "l"},
+            ):
+                refused = await client.ask("long", sampling={"max_tokens": 3000}, **fields)
                 assert reason_of(refused.error) == "STORE_UNAVAILABLE"
             for job_id in ("", "named"):
                 with pytest.raises(grpc.aio.AioRpcError) as caught:
                     await client.job("Submit", request=generate_request(request_id=job_id))
                 assert reason_of(caught.value) == "STORE_UNAVAILABLE"
+        worker.tokens_per_step = 100
+        answer = await whole
+        assert answer.error is None
+        assert answer.text == text_of(b"long", 3000), "who was refused has not taken it over"
         answer = await waiting
         assert answer.text == text_of(b"hello", 2)
         await eventually(lambda: not app.dispatcher.live)
         assert (await tiny.ask()).error is None, "what was refused has given its slot back"
         await eventually(lambda: app._background.num_steps == 0)
-        again = await client.ask(resumable=True, request_id="mine")
+        again = await client.ask("long", sampling={"max_tokens": 3000}, resumable=True, request_id="mine")
         assert again.error is None, "what was refused has given its id back"
         jobs = await client.jobs.List(jobs_pb2.ListJobsRequest(), metadata=client.metadata, timeout=30)
         states = {job.job_id: job.state for job in jobs.jobs}
