@@ -22,6 +22,9 @@ local function lease_slot(tenant, id, lease)
   call('PEXPIRE', running_key(tenant), int(math.ceil(lease / 1000)))
 end
 
+-- Whether leases of slots may have run out while nobody could renew them.
+local function was_away(renewed_at, lease) return NOW - tonumber(renewed_at) > lease / 2 end
+
 local function oldest_slot() return math.floor(NOW / SLOT) - NUM_SLOTS + 1 end
 
 -- Fields of slots that may have left the window since the sums were made.
@@ -64,16 +67,18 @@ local function read_used(tenant, window, day)
 end
 
 -- The gateways' shares of a tenant's limits, by gateway. `amounts`: what is set aside of each limit; a share that was not
--- renewed counts until what was admitted from it has left the window, and of a day until the day is over.
-local function read_shares(tenant, day)
+-- renewed counts until what was admitted from it has left the window, of a day until the day is over, and of concurrency also
+-- for as long as a slot that was taken from it at its very end would be leased.
+local function read_shares(tenant, day, slot_lease)
   local shares, fields = {}, call('HGETALL', shares_key(tenant))
   for i = 1, #fields, 2 do
     local numbers = {}
     for number in string.gmatch(fields[i + 1], '%d+') do numbers[#numbers + 1] = tonumber(number) end
     local share = { until_time = numbers[1], number = numbers[2], charged = numbers[3], day = numbers[8] }
-    local counts, counts_today = NOW < numbers[1] + SHARE_TAIL, NOW < numbers[1] + SHARE_TAIL or day <= numbers[8]
-    share.is_over = not counts_today
-    share.amounts = { counts and numbers[4] or 0, counts and numbers[5] or 0, counts and numbers[6] or 0,
+    local counts = NOW < numbers[1] + SHARE_TAIL
+    local counts_slots, counts_today = counts or NOW < numbers[1] + slot_lease, counts or day <= numbers[8]
+    share.is_over = not (counts_slots or counts_today)
+    share.amounts = { counts and numbers[4] or 0, counts and numbers[5] or 0, counts_slots and numbers[6] or 0,
       counts_today and numbers[7] or 0 }
     shares[fields[i]] = share
   end

@@ -7,9 +7,9 @@
 local lease, known = tonumber(ARGV[2]), ARGV[3]
 local SETTLING = 6000000 -- a gateway that says nothing for so long is taken for dead
 local generation, renewed_at = unpack(call('HMGET', STATE, 'generation', 'renewed_at'))
--- Leases may have run out while nobody could renew them.
-local was_away = generation and NOW - tonumber(renewed_at) > lease / 2
-if known ~= '' and (generation ~= known or was_away) then call('HSET', STATE, 'settled_at', int(NOW + SETTLING)) end
+if known ~= '' and (generation ~= known or was_away(renewed_at, lease)) then
+  call('HSET', STATE, 'settled_at', int(NOW + SETTLING))
+end
 generation = generation or ARGV[4]
 call('HSET', STATE, 'generation', generation, 'renewed_at', int(NOW))
 call('PEXPIRE', STATE, RESERVATION_KEPT_MS)

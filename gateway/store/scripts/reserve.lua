@@ -32,11 +32,12 @@ end
 local is_new = call('EXISTS', reservation_key(id)) == 0
 local is_metered = limits[1] >= 0 or limits[2] >= 0 or limits[3] >= 0 or limits[4] >= 0
 if is_new and is_metered then
-  local generation, settled_at = unpack(call('HMGET', STATE, 'generation', 'settled_at'))
-  if known ~= '' and known ~= generation or tonumber(settled_at or '0') > NOW then return { -1, SLOT, -1, -1, -1, -1 } end
+  local generation, settled_at, renewed_at = unpack(call('HMGET', STATE, 'generation', 'settled_at', 'renewed_at'))
+  local is_changed = known ~= '' and (known ~= generation or was_away(renewed_at, lease))
+  if is_changed or tonumber(settled_at or '0') > NOW then return { -1, SLOT, -1, -1, -1, -1 } end
 end
 
-local shares = is_metered and read_shares(tenant, day) or {}
+local shares = is_metered and read_shares(tenant, day, lease) or {}
 local mine = shares[gateway]
 if ARGV[14] and mine and tonumber(ARGV[14]) > mine.number then
   mine.number = tonumber(ARGV[14])

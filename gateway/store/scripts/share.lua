@@ -61,7 +61,7 @@ local function renew_share()
   local burst, offset = tonumber(next_argument()), tonumber(next_argument())
   local held, charges = next_numbers(4), {}
   local day = math.floor((NOW + offset) / DAY)
-  local shares = read_shares(tenant, day)
+  local shares = read_shares(tenant, day, slot_lease)
   local mine = shares[gateway] or { number = 0, charged = 0 }
   for i = 1, tonumber(next_argument()) do charges[i] = charge(tenant, offset, mine.charged) end
   if number <= mine.number then return {} end

@@ -20,6 +20,7 @@ from tests.support.store_clock import StoreClock, read_script_with_set_clock
 
 NUM_STEPS = 120
 LEASE_S = 15.0
+BEAT_S = 3.0
 
 
 @dataclass
@@ -102,7 +103,7 @@ class Life:
         """By the time that was told the rate limits let the request pass."""
         if error.retry_after_s is None or self.dice.random() < 0.5:
             return
-        self.clock.advance(error.retry_after_s + 1e-5)  # the clock of the test is a float
+        await self.live_for(error.retry_after_s + 1e-5, self.dice.randrange(2))  # the clock of the test is a float
         reason = None
         try:
             await self.gateways[0].reserve("acme", "acme/again", Cost(0, tokens), self.limits)
@@ -127,14 +128,28 @@ class Life:
             one.tokens, one.is_running = used, False
 
     async def renew(self) -> None:
-        gateway = self.dice.randrange(2)
+        await self.renew_at(self.dice.randrange(2))
+
+    async def renew_at(self, gateway: int) -> None:
         await self.gateways[gateway].renew()
         for one in self.admitted:
             if one.gateway == gateway and one.is_running:
                 one.leased_until_s = self.clock.now_s + LEASE_S
 
+    async def live_for(self, seconds: float, gateway: int) -> None:
+        """Time passes in which one gateway goes on."""
+        while seconds > BEAT_S:
+            self.clock.advance(BEAT_S)
+            await self.renew_at(gateway)
+            seconds -= BEAT_S
+        self.clock.advance(seconds)
+
     async def wait(self) -> None:
-        self.clock.advance(self.dice.choice([0.001, 0.3, 1.0, 7.5, 20.0, 61.0, self.dice.uniform(0, 60)]))
+        seconds = self.dice.choice([0.001, 0.3, 1.0, 7.5, 20.0, 61.0, self.dice.uniform(0, 60)])
+        if self.dice.random() < 0.2:
+            self.clock.advance(seconds)
+        else:
+            await self.live_for(seconds, self.dice.randrange(2))
 
     async def sleep_till_midnight(self) -> None:
         self.clock.set((self.clock.now_s // 86400 + 1) * 86400 - self.dice.choice([0.0, 0.5, 30.0]))

@@ -10,6 +10,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
+import pytest
 import redis
 
 from common.errors import LimitExceededError, UnavailableError
@@ -233,3 +234,49 @@ class Life:
 def test_no_loss_of_the_store_lets_more_through_than_the_limits(redis_url: str, redis_client: redis.Redis) -> None:
     happened = live_many(lambda dice: Life(redis_url, redis_client, dice), num_lives=25)
     assert happened.keys() >= {"admitted", "by share", "unavailable", "REQUEST_RATE", "TOKEN_RATE", "forgotten"}
+
+
+@pytest.mark.parametrize("is_dead", [False, True])
+async def test_what_runs_by_a_share_has_its_slot_for_as_long_as_any_other_of_a_gateway_that_is_away(
+    redis_url: str, redis_client: redis.Redis, is_dead: bool
+) -> None:
+    life = Life(redis_url, redis_client, random.Random(0))
+    limits = TenantLimits(max_concurrent=10)
+    away, here = life.gateways[:2]
+    requests = (f"acme/{number}" for number in range(100))
+
+    async def reserve_all() -> int:
+        """How many more are admitted here."""
+        num_admitted = 0
+        with suppress(LimitExceededError):
+            while True:
+                await here.reserve("acme", next(requests), Cost(0, 1), limits)
+                num_admitted += 1
+        return num_admitted
+
+    try:
+        for gateway in (away, here):
+            await gateway.renew()
+        await away.reserve("acme", "acme/by-store", Cost(0, 1), limits)
+        await away.renew()
+        set_aside = away.held("acme").concurrent
+        away.fault = "lost"
+        for number in range(set_aside):
+            await away.reserve("acme", f"acme/by-share/{number}", Cost(0, 1), limits, patience_s=0)
+        life.clock.advance(86400.0)
+        await here.renew()
+        assert await reserve_all() == 10 - 1 - set_aside
+        if is_dead:
+            life.clock.advance(LEASE_S + OUTAGE_S)
+            await here.renew()
+            life.clock.advance(SETTLING_S)
+            assert await reserve_all() == 1 + set_aside
+        else:
+            away.fault = ""
+            for _ in range(2):
+                await away.renew()
+            assert await reserve_all() == 0, "what was set aside is in use"
+            await away.settle("acme", "acme/by-share/0", num_prompt_tokens=0, num_output_tokens=1)
+            assert await reserve_all() == 1
+    finally:
+        await life.close()
