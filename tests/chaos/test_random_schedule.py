@@ -21,6 +21,7 @@ from tests.chaos.traffic import Call, Traffic
 
 DURATION_S = float(os.environ.get("TIDEGATE_CHAOS_S", "10"))
 ROUND_S = 60.0  # after which everything is made whole, and every invariant is checked
+_BOOKING_S = 2.0  # after which a gateway has booked what it could not, once the store is back
 pytestmark = [pytest.mark.asyncio(loop_scope="package"), pytest.mark.timeout(300 + 4 * DURATION_S)]
 
 Harm = Callable[[], Awaitable[None]]
@@ -33,17 +34,19 @@ class Schedule:
         self._cluster = cluster
         self._random = random
         self.done: list[str] = []
-        self._unbooked: list[
-            tuple[float, float]
-        ] = []  # times in which a gateway may have died with what it had to book
+        self._away: list[tuple[float, float]] = []  # times in which a gateway may have had no store
+        self._unbooked: list[tuple[float, float]] = []  # of these, when a gateway was killed meanwhile
 
     def unbooked(self, calls: list[Call]) -> list[Call]:
-        """Those that ended while the store was away, at a gateway that was killed before it came back, perhaps."""
-        return [
-            call
-            for call in calls
-            if any(call.ended_at is None or start <= call.ended_at <= end for start, end in self._unbooked)
-        ]
+        """Those whose gateway was killed, perhaps, before it could book them: accepted without the store and cut off,
+        or ended without it."""
+
+        def is_unbooked(call: Call) -> bool:
+            if _is_within(call.ended_at, self._unbooked):
+                return True
+            return not call.finished and _is_within(call.accepted_at, self._away)
+
+        return [call for call in calls if is_unbooked(call)]
 
     async def run(self, duration_s: float) -> None:
         """Does harm for so long, then makes everything whole."""
@@ -54,8 +57,12 @@ class Schedule:
             began_at, num_done = time.monotonic(), len(self.done)
             await asyncio.gather(*(self._draw(kind, worker, gateway) for kind in sorted(kinds)))
             await self._cluster.heal()
-            if "store" in kinds and any(what.startswith("kill gateway") for what in self.done[num_done:]):
-                self._unbooked.append((began_at, time.monotonic()))
+            done = self.done[num_done:]
+            if any("store" in what or what.startswith(("cut gateway", "freeze gateway")) for what in done):
+                span = began_at, time.monotonic() + _BOOKING_S
+                self._away.append(span)
+                if any(what.startswith("kill gateway") for what in done):
+                    self._unbooked.append(span)
             await asyncio.sleep(self._random.uniform(0.2, 1.5))
 
     def _draw(self, kind: str, worker: int, gateway: int) -> Awaitable[None]:
@@ -95,6 +102,10 @@ class Schedule:
     def _note(self, what: str) -> None:
         self.done.append(what)
         print(f"chaos: {what}", flush=True)
+
+
+def _is_within(at: float | None, spans: list[tuple[float, float]]) -> bool:
+    return at is not None and any(start <= at <= end for start, end in spans)
 
 
 async def test_random_schedule(cluster: Cluster, questions: list[Question]) -> None:

@@ -151,6 +151,8 @@ async def test_the_first_to_meet_a_hanging_store_are_decided_before_it_counts_as
                 with pytest.raises(grpc.aio.AioRpcError) as caught:
                     await client.job("Submit", request=generate_request(request_id=job_id))
                 assert reason_of(caught.value) == "STORE_UNAVAILABLE"
+        await eventually(lambda: app._background.num_steps == 0)
+        await app._resumption.flush(checks_all=True)  # a run that was taken over notices it now
         worker.tokens_per_step = 100
         answer = await whole
         assert answer.error is None
