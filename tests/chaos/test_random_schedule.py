@@ -35,14 +35,16 @@ class Schedule:
         self._random = random
         self.done: list[str] = []
         self._away: list[tuple[float, float]] = []  # times in which a gateway may have had no store
-        self._unbooked: list[tuple[float, float]] = []  # of these, when a gateway was killed meanwhile
+        self._kills: list[float] = []  # when a gateway was killed
 
     def unbooked(self, calls: list[Call]) -> list[Call]:
         """Those whose gateway was killed, perhaps, before it could book them: accepted without the store and cut off,
         or ended without it."""
 
+        fatal = [span for span in self._away if any(_is_within(at, [span]) for at in self._kills)]
+
         def is_unbooked(call: Call) -> bool:
-            if _is_within(call.ended_at, self._unbooked):
+            if _is_within(call.ended_at, fatal):
                 return True
             return not call.finished and _is_within(call.accepted_at, self._away)
 
@@ -59,10 +61,7 @@ class Schedule:
             await self._cluster.heal()
             done = self.done[num_done:]
             if any("store" in what or what.startswith(("cut gateway", "freeze gateway")) for what in done):
-                span = began_at, time.monotonic() + _BOOKING_S
-                self._away.append(span)
-                if any(what.startswith("kill gateway") for what in done):
-                    self._unbooked.append(span)
+                self._away.append((began_at, time.monotonic() + _BOOKING_S))
             await asyncio.sleep(self._random.uniform(0.2, 1.5))
 
     def _draw(self, kind: str, worker: int, gateway: int) -> Awaitable[None]:
@@ -101,6 +100,8 @@ class Schedule:
 
     def _note(self, what: str) -> None:
         self.done.append(what)
+        if what.startswith("kill gateway"):
+            self._kills.append(time.monotonic())
         print(f"chaos: {what}", flush=True)
 
 
