@@ -23,8 +23,8 @@ from protos.inference.v1 import worker_pb2, worker_pb2_grpc
 _log = structlog.get_logger(__name__)
 
 _MAX_ADDED_BYTES = 1 << 16  # to a message with a command: far less than a worker takes
-_TOKENS_PER_TURN = 8
-"""Of a step at once: with the writes that follow they keep other things from their turn for half a millisecond."""
+_TOKENS_PER_TURN = 16
+"""Of a step at once: with the writes that follow they keep other things from their turn for a millisecond."""
 
 # Looks of the watchdog within the allowed silence: it is noticed at most a fifth too early, and late by no more than
 # this program's event loop is at the last look.
