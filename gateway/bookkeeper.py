@@ -124,6 +124,7 @@ class Bookkeeper:
 
     async def stop(self) -> None:
         """Writes what is left over, and leaves."""
+        self._on_the_way.clear()  # nobody waits any more: of these it is not known whether they are written
         await self._write_left()
         try:
             await self._ledger.leave()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
 from dataclasses import dataclass
 from typing import Any
 
@@ -373,8 +373,8 @@ class Handler:
     async def _close(self, live: LiveRequest, outcome: Outcome, num_output_tokens: int) -> None:
         if live.admission is not None:
             await done_within(live.admission, None)
+        leaving: list[Coroutine[Any, Any, object]] = []  # sent together; each makes up for it if there is no answer
         try:
-            leaving: list[Awaitable[object]] = []  # what is sent together; each makes up for it if there is no answer
             if live.is_enqueued:
                 leaving.append(self._queue.finish(live.fleet_id))
             if live.is_reserved:
@@ -388,9 +388,11 @@ class Handler:
                 await self._resumption.end(live)
                 await self._books.close(live, outcome)
         finally:
+            for step in leaving:  # if this one is cancelled, nobody waits for those behind it
+                step.close()
             self._dispatcher.unregister(live)
 
-    def _settle(self, live: LiveRequest, num_output_tokens: int) -> Awaitable[None]:
+    def _settle(self, live: LiveRequest, num_output_tokens: int) -> Coroutine[Any, Any, None]:
         """Pays for what was done: nothing, if no worker ever had the request."""
         was_taken = live.taken_at is not None
         return self._limiter.settle(

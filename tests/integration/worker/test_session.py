@@ -50,6 +50,7 @@ async def test_commands_of_one_message_are_obeyed_in_their_order() -> None:
         for request_id in ("acme/1", "acme/3"):
             assert await gateway.read_until_ended(request_id) == "FINISH_REASON_LENGTH"
         assert not gateway.tokens.get(("acme/2", 1))
+        gateway.call.cancel()
         await rig.until_idle()
 
 

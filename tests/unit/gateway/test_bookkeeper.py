@@ -138,3 +138,16 @@ async def test_what_could_not_be_opened_is_closed_all_the_same(desk: Desk) -> No
     assert [record.record_id for record in desk.ledger.closed] == ["a"]
     await desk.books.close(live_request("r2"), outcome)  # never opened
     assert len(desk.ledger.closed) == 1
+
+
+@pytest.mark.filterwarnings("ignore:coroutine 'FakeLedger.close' was never awaited")
+async def test_a_closing_that_nobody_waits_for_any_more_is_written_at_the_end(desk: Desk) -> None:
+    live = live_request()
+    await desk.books.open(live)
+    outcome = finished(FinishReason.LENGTH)
+    live.lifecycle.finish(outcome)
+    desk.books.close(live, outcome).close()  # whoever was to wait for it was cancelled
+    await desk.books.look()
+    assert desk.ledger.closed == []  # it may be on its way
+    await desk.books.stop()
+    assert [record.record_id for record in desk.ledger.closed] == ["a"]
