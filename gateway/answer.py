@@ -67,12 +67,8 @@ class Answer:
             self._push(token_ids[:num_known], [])
             token_ids, logprobs = token_ids[num_known:], logprobs[num_known:]
         deltas = []
-        if len(token_ids) <= _MAX_DELTA_TOKENS:
-            if token_ids:
-                deltas.append(self._push(token_ids, logprobs))
-        else:
-            for start in range(0, len(token_ids), _MAX_DELTA_TOKENS):
-                deltas.append(self._push(token_ids[start : start + _MAX_DELTA_TOKENS], logprobs[start:]))
+        for start in range(0, len(token_ids), _MAX_DELTA_TOKENS):
+            deltas.append(self._push(token_ids[start : start + _MAX_DELTA_TOKENS], logprobs[start:]))
         outcome: Outcome | None = None
         if self._text.is_stopped:
             outcome = finished(FinishReason.STOP)

@@ -72,6 +72,11 @@ def text(reply: Any) -> str:
     return reply.decode()
 
 
+async def as_bool(reply: asyncio.Future[Any]) -> bool:
+    """A number of a reply, as yes or no. Who is cancelled while he waits takes the reply from nobody."""
+    return bool(await asyncio.shield(reply))
+
+
 def microseconds(seconds: float) -> int:
     """A duration as scripts take it."""
     return round(seconds * 1e6)

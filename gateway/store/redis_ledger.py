@@ -9,7 +9,7 @@ from itertools import chain
 from typing import Any
 
 from gateway.ledger import UsageRecord
-from gateway.store.connection import Argument, Link, Trunk
+from gateway.store.connection import Argument, Link, Trunk, as_bool
 from gateway.store.keys import PoolKeys
 
 _TIMEOUT_S = 2.0
@@ -50,7 +50,7 @@ class RedisLedger:
 
     def close(self, record: UsageRecord) -> Coroutine[Any, Any, bool]:
         """Writes a record for good. See `Ledger.close`."""
-        return _as_bool(self._send("ledger_close", self._max_records, *_flat(record)))
+        return as_bool(self._send("ledger_close", self._max_records, *_flat(record)))
 
     async def reap(self) -> int:
         """Closes what dead gateways left open. See `Ledger.reap`."""
@@ -66,10 +66,6 @@ class RedisLedger:
 
     def _send(self, name: str, *arguments: Argument) -> asyncio.Future[Any]:
         return self._link.send(self._scripts[name], self._keys, arguments)
-
-
-async def _as_bool(reply: asyncio.Future[Any]) -> bool:
-    return bool(await reply)
 
 
 def _flat(record: UsageRecord) -> list[Argument]:

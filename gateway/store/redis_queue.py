@@ -22,7 +22,7 @@ from gateway.queueing.queue import (
     WorkerRecord,
     WorkerReport,
 )
-from gateway.store.connection import Argument, Link, Trunk, microseconds, read_script, text
+from gateway.store.connection import Argument, Link, Trunk, as_bool, microseconds, read_script, text
 from gateway.store.inbox import Inbox
 from gateway.store.keys import PoolKeys
 
@@ -195,7 +195,7 @@ class RedisQueue:
 
     def _finish(self, request_id: str, arrival: str) -> Coroutine[Any, Any, bool]:
         self._live.discard(request_id)
-        return _as_bool(self._send_for(request_id, "finish", request_id, self._gateway_id, arrival))
+        return as_bool(self._send_for(request_id, "finish", request_id, self._gateway_id, arrival))
 
     async def owner_of(self, request_id: str) -> str | None:
         """The gateway that holds the request's stream, or None."""
@@ -296,10 +296,6 @@ class RedisQueue:
         reply = self._send(name, *arguments)
         reply.add_done_callback(note)
         return reply
-
-
-async def _as_bool(reply: asyncio.Future[Any]) -> bool:
-    return bool(await asyncio.shield(reply))
 
 
 def _cached_blocks(entry: QueueEntry) -> str:

@@ -43,7 +43,7 @@ class Call(NamedTuple):
 
 def pack_parts(parts: Sequence[Argument]) -> bytes:
     """Parts of a command as they are sent, without the number of them in front."""
-    packed: bytes = hiredis.pack_command(tuple(parts))  # type: ignore[arg-type]  # says: one argument
+    packed = _pack(parts)
     return packed[packed.index(b"\n") + 1 :]
 
 
