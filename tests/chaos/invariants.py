@@ -94,7 +94,7 @@ def _faults(call: Call) -> list[str]:
         faults.append(
             f"tokens are no beginning of an undisturbed run: {_difference(call.token_ids, question.token_ids)}"
         )
-    elif not question.text.startswith(
+    elif not question.longest_text.startswith(
         call.text.rstrip("\ufffd")
     ):  # what there is of a cut character is told at the end
         faults.append(f"text is no beginning of an undisturbed run: {_difference(call.text, question.text)}")

@@ -27,6 +27,11 @@ class Question:
     token_ids: tuple[int, ...] = field(default=(), repr=False)
     reason: FinishReason | None = None
 
+    @property
+    def longest_text(self) -> str:
+        """The most that a call ended early can get: its end also tells what was held back of a stop string begun."""
+        return self.text + "".join(self.sampling.stop)[:-1]
+
 
 def _plain() -> list[Question]:
     greedy = Sampling(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True)
