@@ -63,7 +63,7 @@ class LocalRedis:
     A second server started with the same directory has the same URL.
     """
 
-    def __init__(self, directory: Path | None = None, *, start_timeout_s: float = 10.0) -> None:
+    def __init__(self, directory: Path | None = None, *, start_timeout_s: float = 60.0) -> None:
         self._given_directory = directory
         self._directory = directory
         self._start_timeout_s = start_timeout_s

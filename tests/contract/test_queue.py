@@ -18,7 +18,8 @@ from tests.support.queueing import entry, eventually, ids, report
 from tests.support.redis import pool_keys, request_keys
 
 MakeQueue = Callable[..., Queue]
-SETTINGS = QueueSettings(max_overtakes=3)
+# What ends by itself is for those tests that set it.
+SETTINGS = QueueSettings(max_overtakes=3, claim_lease_s=600, report_ttl_s=600, owner_ttl_s=600, timeout_s=60)
 
 
 @pytest_asyncio.fixture(params=["redis"])
@@ -739,7 +740,7 @@ class TestInbox:
             ("mine", "g1"),
         ]
         expected = [InboxMessage("claim", claim.request_id, claim) for claim in claims[:2]]
-        assert await g2.read_inbox(timeout_s=10) == expected
+        assert await g2.read_inbox(timeout_s=60) == expected
         assert await g2.read_inbox(timeout_s=0.02) == []
         assert await g1.read_inbox(timeout_s=0.02) == []
         await finish(g1, "mine")
@@ -750,14 +751,14 @@ class TestInbox:
         await enqueue(g1, "a")
         assert await g2.send_cancel("a")
         assert not await g2.send_cancel("never")
-        assert await g1.read_inbox(timeout_s=10) == [InboxMessage("cancel", "a")]
+        assert await g1.read_inbox(timeout_s=60) == [InboxMessage("cancel", "a")]
         await finish(g1, "a")
         assert not await g2.send_cancel("a")
 
     async def test_a_waiting_reader_is_woken(self, make_queue: MakeQueue) -> None:
         g1, g2 = make_queue("g1"), make_queue("g2")
         await enqueue(g1, "a")
-        reading = asyncio.create_task(g1.read_inbox(timeout_s=10))
+        reading = asyncio.create_task(g1.read_inbox(timeout_s=60))
         await asyncio.sleep(0)
         await g2.send_cancel("a")
         assert await reading == [InboxMessage("cancel", "a")]
@@ -772,7 +773,7 @@ class TestInbox:
         async def read_for_a_moment(moment_s: float) -> None:
             try:
                 async with asyncio.timeout(moment_s):
-                    received.extend(message.request_id for message in await g1.read_inbox(timeout_s=10))
+                    received.extend(message.request_id for message in await g1.read_inbox(timeout_s=60))
             except TimeoutError:
                 pass
 
@@ -780,7 +781,7 @@ class TestInbox:
             await g2.send_cancel(request_id)
             await read_for_a_moment(0.0003 * (i % 5))
         while len(received) < len(sent):
-            received.extend(message.request_id for message in await g1.read_inbox(timeout_s=10))
+            received.extend(message.request_id for message in await g1.read_inbox(timeout_s=60))
         assert received == sent
         await finish(g1, *sent)
 

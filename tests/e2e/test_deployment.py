@@ -47,7 +47,7 @@ async def answer_of(client: Client, messages: list[Message], sampling: Sampling 
 
 def metric(address: str, name: str) -> float:
     """The value of a metric without labels, from a program's Prometheus endpoint."""
-    with urllib.request.urlopen(f"http://{address}/metrics", timeout=10) as answer:
+    with urllib.request.urlopen(f"http://{address}/metrics", timeout=60) as answer:
         lines = answer.read().decode().splitlines()
     return float(next(line.split()[1] for line in lines if line.startswith(name + " ")))
 

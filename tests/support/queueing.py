@@ -75,7 +75,7 @@ def ids(claims: Sequence[Claim]) -> list[str]:
     return [claim.request_id for claim in claims]
 
 
-async def eventually(condition: Callable[[], Awaitable[T]], timeout_s: float = 10.0) -> T:
+async def eventually(condition: Callable[[], Awaitable[T]], timeout_s: float = 60.0) -> T:
     """The first true result of a condition, asked again and again: the store's clock has no event to wait for."""
     async with asyncio.timeout(timeout_s):
         while not (result := await condition()):  # noqa: ASYNC110

@@ -177,7 +177,7 @@ class ScriptedWorker:
             session.events.put_nowait(None)
             session.running.clear()  # nothing of them would be sent any more
 
-    async def wait_for(self, condition: Callable[[], bool], timeout_s: float = 20) -> None:
+    async def wait_for(self, condition: Callable[[], bool], timeout_s: float = 60) -> None:
         """Until a condition on this worker's state holds."""
         async with asyncio.timeout(timeout_s), self._changed:
             await self._changed.wait_for(condition)

@@ -27,7 +27,7 @@ def wish(tenant_id: str = "acme", **fields: Any) -> admin_pb2.SetTenantRequest:
 
 async def until(happens: Callable[[], Awaitable[bool]]) -> None:
     """Until something is so at last."""
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         while not await happens():  # noqa: ASYNC110 - nobody announces it
             await asyncio.sleep(0.05)
 

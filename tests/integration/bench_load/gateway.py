@@ -29,6 +29,7 @@ class StandInGateway(inference_pb2_grpc.InferenceServicer):
         self.keys: list[str] = []
         self.arrived = asyncio.Condition()
         self.errors: dict[int, TidegateError] = {}  # by number of the request
+        self.held_from: int | None = None  # the first request that is never answered
         self.num_live = 0
         self.is_idle = asyncio.Event()
 
@@ -46,7 +47,7 @@ class StandInGateway(inference_pb2_grpc.InferenceServicer):
         self.is_idle.clear()
         try:
             yield inference_pb2.GenerateResponse(accepted=inference_pb2.Accepted(request_id="r", model="stand-in"))
-            await self.gate.wait()
+            await (asyncio.Event() if self._is_held(number) else self.gate).wait()
             if (error := self.errors.get(number)) is not None:
                 await context.abort_with_status(rpc_status.to_status(to_rich_status(error)))
             num_output = request.sampling.max_tokens
@@ -68,6 +69,9 @@ class StandInGateway(inference_pb2_grpc.InferenceServicer):
             self.num_live -= 1
             if not self.num_live:
                 self.is_idle.set()
+
+    def _is_held(self, number: int) -> bool:
+        return self.held_from is not None and number >= self.held_from
 
     async def until_arrived(self, number: int) -> None:
         """Returns once so many requests have come."""

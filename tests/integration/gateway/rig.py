@@ -105,7 +105,7 @@ class Client:
     def generate(self, request: inference_pb2.GenerateRequest | None = None, **kwargs: Any) -> Any:
         return self.stub.Generate(request or generate_request(), metadata=self.metadata, **kwargs)
 
-    async def ask(self, text: str = "hello", *, timeout: float = 30, **fields: Any) -> Answer:
+    async def ask(self, text: str = "hello", *, timeout: float = 60, **fields: Any) -> Answer:
         return await read(self.generate(generate_request(text, **fields), timeout=timeout))
 
     async def cancel(self, request_id: str) -> None:
@@ -117,7 +117,7 @@ class Client:
                 raise
 
     async def call(self, method: str, request: Any, **kwargs: Any) -> Any:
-        return await getattr(self.stub, method)(request, metadata=self.metadata, **{"timeout": 30, **kwargs})
+        return await getattr(self.stub, method)(request, metadata=self.metadata, **{"timeout": 60, **kwargs})
 
     async def job(self, method: str, **fields: Any) -> jobs_pb2.Job:
         """What Submit, Get or Cancel answers."""
@@ -126,7 +126,7 @@ class Client:
             "Get": jobs_pb2.GetJobRequest,
             "Cancel": jobs_pb2.CancelJobRequest,
         }
-        answer = await getattr(self.jobs, method)(kinds[method](**fields), metadata=self.metadata, timeout=30)
+        answer = await getattr(self.jobs, method)(kinds[method](**fields), metadata=self.metadata, timeout=60)
         return answer.job  # type: ignore[no-any-return]
 
     async def health(self, service: str = "") -> int:
@@ -202,7 +202,10 @@ class Rig:
             "worker_poll_s": 0.1,
             "heartbeat_s": 0.2,
             "drain_s": 0.5,
-            "store_patience_s": 10.0,  # a busy machine is no lost store
+            # A busy machine is no lost store, and no lost worker.
+            "store_timeout_s": 20.0,
+            "store_patience_s": 10.0,
+            "worker_silence_s": 20.0,
             **settings,
         }
         tenants = Tenants({hash_key(key): tenant for key, tenant in tenants_by_key.items()})
@@ -241,11 +244,11 @@ async def announce(app: GatewayApp, worker: ScriptedWorker, key: str | None = FL
     request = fleet_pb2.AnnounceRequest(**{**fields, **changes})
     async with grpc.aio.insecure_channel(f"127.0.0.1:{app.port}") as channel:
         metadata = () if key is None else (("authorization", f"Bearer {key}"),)
-        response = await fleet_pb2_grpc.FleetStub(channel).Announce(request, metadata=metadata, timeout=10)
+        response = await fleet_pb2_grpc.FleetStub(channel).Announce(request, metadata=metadata, timeout=60)
     return float(response.ttl_s)
 
 
-async def until_health(client: Client, service: str, status: int, timeout_s: float = 20) -> None:
+async def until_health(client: Client, service: str, status: int, timeout_s: float = 60) -> None:
     """Until a service's health is `status`."""
     stub = health_pb2_grpc.HealthStub(client.channel)
     watch = stub.Watch(health_pb2.HealthCheckRequest(service=service), timeout=timeout_s)
@@ -255,7 +258,7 @@ async def until_health(client: Client, service: str, status: int, timeout_s: flo
             return
 
 
-async def eventually(condition: Callable[[], bool], timeout_s: float = 30) -> None:
+async def eventually(condition: Callable[[], bool], timeout_s: float = 60) -> None:
     """Waits until a condition holds which nobody announces; fails after `timeout_s`."""
     async with asyncio.timeout(timeout_s):
         while not condition():  # noqa: ASYNC110 - nobody announces it

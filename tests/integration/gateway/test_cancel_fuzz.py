@@ -23,7 +23,7 @@ NUM_CANCELS = int(os.environ.get("TIDEGATE_TEST_CANCELS", "400"))
 AT_ONCE = 24
 
 
-@pytest.mark.timeout(60 + NUM_CANCELS // 10)
+@pytest.mark.timeout(300 + NUM_CANCELS // 10)
 async def test_nothing_is_left_of_requests_that_are_given_up_around_their_dispatch(
     rig: Rig, redis_client: redis.Redis, pool: str
 ) -> None:
@@ -49,7 +49,7 @@ async def test_nothing_is_left_of_requests_that_are_given_up_around_their_dispat
         app._registry.get_sample_value("tidegate_gateway_requeued_total", {"cause": "handed_back"}) for app in apps
     ]
     assert sum(filter(None, causes)) > NUM_CANCELS / 100
-    await eventually(lambda: all(app.dispatcher.live == () for app in apps), timeout_s=20)
+    await eventually(lambda: all(app.dispatcher.live == () for app in apps))
     for worker in workers:
         await worker.wait_for(lambda worker=worker: _is_idle(worker))  # type: ignore[misc]
     await eventually(lambda: request_keys(redis_client, pool) == [])

@@ -78,7 +78,7 @@ async def paused(scene: Scene) -> None:
     worker = await scene.taken()
     worker.tokens_per_step = 500
     [running], live = worker.running, scene.live
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         while not running.is_paused:
             assert worker.running, "all of it was on its way to a client that does not read"
             await worker.step()

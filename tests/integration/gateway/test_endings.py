@@ -19,7 +19,7 @@ LONG = {"max_tokens": 2000}
 
 async def idle(app: GatewayApp, worker: ScriptedWorker | None = None) -> None:
     """Until the gateway holds nothing and the worker runs nothing."""
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         await app.dispatcher.wait_idle()
     if worker is not None:
         await worker.wait_for(lambda: not worker.running)
@@ -190,7 +190,7 @@ async def test_an_id_can_be_used_again_right_after_leaving(rig: Rig) -> None:
             await anext(responses)
         call.cancel()
         text = f"new {number}"
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             while True:  # until the gateway has noticed that the first one left
                 answer = await client.ask(text, request_id="same", sampling={"max_tokens": 5})
                 if answer.error is None:
@@ -201,14 +201,17 @@ async def test_an_id_can_be_used_again_right_after_leaving(rig: Rig) -> None:
 
 
 async def test_the_clients_deadline_passes_while_streaming(rig: Rig) -> None:
-    worker = await rig.worker()
+    worker = await rig.worker(context_length=200_000, num_blocks=20_000)
     app, client = await rig.serving(worker)
-    answer = await client.ask(sampling={"max_tokens": 4000}, timeout=0.5)
-    assert answer.error is not None
-    assert answer.error.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+    for timeout_s in (0.5, 5.0, 50.0):  # as much as it takes to be streaming by then
+        answer = await client.ask(sampling={"max_tokens": 190_000}, timeout=timeout_s)
+        assert answer.error is not None
+        assert answer.error.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+        if answer.deltas:
+            break
     assert answer.deltas
     await idle(app, worker)
-    assert len(worker.aborted) == 1
+    assert len(worker.aborted) == len(worker.submitted) >= 1
 
 
 async def test_the_clients_deadline_passes_in_the_queue(rig: Rig) -> None:
@@ -229,7 +232,8 @@ async def test_the_clients_deadline_passes_in_the_queue(rig: Rig) -> None:
 async def test_the_servers_queue_limit_is_not_the_clients_deadline(rig: Rig) -> None:
     worker = await rig.worker(max_num_seqs=1, step_s=None)
     app, client = await rig.serving(worker, queue_ttl_s=0.3)
-    first = asyncio.create_task(client.ask("first", sampling={"max_tokens": 1}))
+    _, patient = await rig.serving(worker)
+    first = asyncio.create_task(patient.ask("first", sampling={"max_tokens": 1}))
     await worker.wait_for(lambda: len(worker.running) == 1)
     answer = await client.ask("second")
     assert answer.error is not None

@@ -22,7 +22,7 @@ async def all_ready(*apps: GatewayApp, num_workers: int) -> None:
 
 
 async def idle(*apps: GatewayApp) -> None:
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         for app in apps:
             await app.dispatcher.wait_idle()
 
@@ -85,8 +85,8 @@ async def test_a_worker_whose_loop_hangs_is_lost(rig: Rig) -> None:
 
 async def survives(rig: Rig, harm: Callable[[ScriptedWorker], Any]) -> None:
     """A stream goes on with the same text, usage and seed on another worker when its own is harmed."""
-    first = await rig.worker(worker_id="first")
-    app, client = await rig.serving(first, worker_silence_s=1.0)
+    first = await rig.worker(worker_id="first", step_s=0.01)
+    app, client = await rig.serving(first, worker_silence_s=2.0)
     answers = [
         asyncio.create_task(
             client.ask(f"story {n}", sampling={"max_tokens": 1000, "logprobs": 0}, return_token_ids=True)
@@ -150,7 +150,7 @@ async def test_a_worker_that_comes_back_is_used_again(rig: Rig) -> None:
 async def test_a_worker_without_room_is_asked_again(rig: Rig) -> None:
     worker = await rig.worker(reject=types_pb2.REASON_NO_CREDIT)
     app, client = await rig.serving(worker)
-    answer = asyncio.create_task(client.ask(timeout=20))
+    answer = asyncio.create_task(client.ask())
     await worker.wait_for(lambda: len(worker.submitted) >= 3)
     worker.reject = None
     assert (await answer).error is None

@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from protos.inference.v1 import inference_pb2, types_pb2
-from tests.integration.gateway.rig import Rig, generate_request, read
+from tests.integration.gateway.rig import Rig, eventually, generate_request, read
 from tests.support.scripted_worker import END_ID, MODEL, VOCAB_SIZE, spell, text_of
 
 
@@ -85,14 +85,14 @@ async def test_deltas_hold_whole_characters_and_no_stop_string(rig: Rig, tokens_
     text = "日本語 👩‍👩‍👧‍👦 ok [stop] never"
     worker = await rig.worker(script=spell(text), tokens_per_step=tokens_per_step)
     _, client = await rig.serving(worker)
-    answer = await client.ask(sampling={"max_tokens": 200, "stop": ["[stop]", "[stopper"]})
+    answer = await client.ask(sampling={"max_tokens": 4000, "stop": ["[stop]", "[stopper"]})
     assert answer.text == "日本語 👩‍👩‍👧‍👦 ok "
     assert all("\ufffd" not in delta.text and "[" not in delta.text for delta in answer.deltas)
     assert answer.finished is not None
     assert answer.finished.reason == types_pb2.FINISH_REASON_STOP
     assert answer.finished.usage.completion_tokens == len("日本語 👩‍👩‍👧‍👦 ok [stop]".encode())
     await worker.wait_for(lambda: not worker.running)
-    assert tokens_per_step == 64 or worker.aborted  # the worker is told to stop, unless it had finished first
+    assert len(worker.aborted) == 1, "the worker is told to stop"
 
 
 async def test_bytes_that_are_no_character_come_out_at_the_end(rig: Rig) -> None:
@@ -139,9 +139,7 @@ async def test_complete_gives_the_same_in_one_message(rig: Rig) -> None:
 async def test_models_are_listed_with_their_workers(rig: Rig) -> None:
     workers = [await rig.worker(worker_id="a"), await rig.worker(worker_id="b")]
     app, client = await rig.serving(*workers)
-    async with asyncio.timeout(10):
-        while app.fleet.num_ready(MODEL) < 2:  # noqa: ASYNC110 - nobody announces it
-            await asyncio.sleep(0.01)
+    await eventually(lambda: app.fleet.num_ready(MODEL) == 2)
     [model] = (await client.call("ListModels", inference_pb2.ListModelsRequest())).models
     assert (model.name, model.vocab_size, model.context_length, model.num_workers) == (MODEL, VOCAB_SIZE, 4096, 2)
 

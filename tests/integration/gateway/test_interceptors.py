@@ -83,7 +83,7 @@ async def fail(channel: grpc.aio.Channel, request_id: str) -> grpc.aio.AioRpcErr
     stub = inference_pb2_grpc.InferenceStub(channel)
     request = inference_pb2.CancelRequest(request_id=request_id)
     with pytest.raises(grpc.aio.AioRpcError) as caught:
-        await stub.Cancel(request, metadata=(("authorization", "bearer Key"),), timeout=10)
+        await stub.Cancel(request, metadata=(("authorization", "bearer Key"),), timeout=60)
     return caught.value
 
 
@@ -124,7 +124,7 @@ async def test_a_client_that_leaves_closes_the_handlers_stream(server: tuple[Inf
     call = stub.Generate(inference_pb2.GenerateRequest(), metadata=(("authorization", "Bearer Key"),))
     await anext(aiter(call))
     call.cancel()
-    await asyncio.wait_for(inference.ended.wait(), 10)
+    await asyncio.wait_for(inference.ended.wait(), 60)
 
 
 async def test_a_bad_message_in_the_middle_of_a_stream_ends_it(server: tuple[Inference, grpc.aio.Channel]) -> None:

@@ -27,7 +27,7 @@ async def submitted(client: Client, text: str = "hello", num_tokens: int = 12, *
 
 async def until(client: Client, job_id: str, condition: Callable[[jobs_pb2.Job], bool]) -> jobs_pb2.Job:
     """The job, as soon as a condition holds."""
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(60):
         while not condition(job := await client.job("Get", job_id=job_id)):  # noqa: ASYNC110 - as clients do
             await asyncio.sleep(0.05)
     return job
@@ -75,10 +75,16 @@ async def test_the_same_job_again_is_the_same_job(rig: Rig) -> None:
 
 
 async def test_progress_is_shown(rig: Rig) -> None:
-    _, client = await rig.serving(await rig.worker(step_s=0.01), heartbeat_ttl_s=0.8)
+    worker = await rig.worker(step_s=None)
+    _, client = await rig.serving(worker, heartbeat_ttl_s=2.0)
     job = await submitted(client, num_tokens=NUM_TOKENS)
-    running = await until(client, job.job_id, lambda job: 0 < job.output_tokens < NUM_TOKENS)
+    await worker.wait_for(lambda: len(worker.running) == 1)
+    for _ in range(5):
+        await worker.step()
+    running = await until(client, job.job_id, lambda job: job.output_tokens == 5)
     assert running.state == JobState.RUNNING
+    worker.tokens_per_step = NUM_TOKENS
+    await worker.step()
     assert_done(await ended(client, job.job_id), num_tokens=NUM_TOKENS)
 
 
@@ -104,9 +110,10 @@ async def _restart_when_running(worker: ScriptedWorker) -> None:
 
 async def test_a_job_survives_the_death_of_its_gateway(rig: Rig) -> None:
     worker = await rig.worker(step_s=0.01)
-    doomed, first = await rig.serving(worker, heartbeat_ttl_s=1.0)
+    doomed, first = await rig.serving(worker, heartbeat_ttl_s=2.0)
     job = await submitted(first, num_tokens=NUM_TOKENS)
     await worker.wait_for(lambda: any(it.num_emitted > 30 for it in worker.running))
+    await doomed._resumption.flush(checks_all=False)  # as it does ten times a second
     await _die(doomed)
     _, second = await rig.serving(worker)
     done = await ended(second, job.job_id)
@@ -128,16 +135,19 @@ async def _die(app: object) -> None:
 
 
 async def test_a_job_survives_the_deployment_of_its_gateway(rig: Rig) -> None:
+    num_tokens = 2000
     worker = await rig.worker(step_s=0.01)
     leaving, first = await rig.serving(worker)
-    job = await submitted(first, num_tokens=NUM_TOKENS)
+    job = await submitted(first, num_tokens=num_tokens)
     await worker.wait_for(lambda: any(it.num_emitted > 30 for it in worker.running))
     _, second = await rig.serving(worker)
     await rig.stop(leaving, drain_s=5)
+    await worker.wait_for(lambda: len(worker.sessions) == 1)
+    worker.tokens_per_step = 50
     done = await ended(second, job.job_id)
-    assert_done(done, num_tokens=NUM_TOKENS)
+    assert_done(done, num_tokens=num_tokens)
     assert done.runs == 2
-    assert worker.num_generated < NUM_TOKENS + 60
+    assert len(worker.submitted[-1].output_token_ids) > 20, "from where it was"
 
 
 async def test_many_jobs_are_each_answered_once_by_any_gateway(rig: Rig) -> None:
@@ -184,7 +194,8 @@ async def test_jobs_are_listed_by_page_newest_first_and_to_their_tenant_alone(ri
 
 
 async def test_bad_jobs_are_refused_and_results_are_forgotten(rig: Rig) -> None:
-    _, client = await rig.serving(await rig.worker(), job_ttl_s=0.5, max_jobs_per_tenant=2)
+    worker = await rig.worker()
+    app, client = await rig.serving(worker, job_ttl_s=0.5, max_jobs_per_tenant=2)
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await client.job("Submit", request=generate_request(sampling={"temperature": -1}))
     assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
@@ -198,9 +209,11 @@ async def test_bad_jobs_are_refused_and_results_are_forgotten(rig: Rig) -> None:
     assert reason_of(caught.value) == "QUEUE_FULL"
     for number in range(2):
         await client.job("Cancel", job_id=f"long-{number}")
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         while (await client.jobs.List(jobs_pb2.ListJobsRequest(), metadata=client.metadata)).jobs:  # noqa: ASYNC110
             await asyncio.sleep(0.1)
+    await rig.stop(app, 0)
+    _, client = await rig.serving(worker, max_jobs_per_tenant=2)  # which keeps it until it is looked at
     job = await submitted(client)
     assert_done(await ended(client, job.job_id))
 
@@ -210,7 +223,7 @@ async def test_the_library_and_the_command_line(rig: Rig) -> None:
     address = f"127.0.0.1:{app.port}"
     async with LibraryClient(address, "key-acme") as client:
         job = await client.submit_job(Text("hello"), Sampling(max_tokens=12), job_id="mine")
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             while (job := await client.get_job("mine")).result is None:  # noqa: ASYNC110
                 await asyncio.sleep(0.05)
         assert job.result.text == text_of(b"hello", 12)
@@ -229,6 +242,6 @@ async def test_the_library_and_the_command_line(rig: Rig) -> None:
     assert (status, listed.count('"job_id"')) == (0, 2)
     assert (await run("cancel", "mine"))[0] == 1
     assert (await run("get", "nobody"))[0] == 1
-    async with LibraryClient(address, "key-acme") as client, asyncio.timeout(20):
+    async with LibraryClient(address, "key-acme") as client, asyncio.timeout(60):
         while (await client.get_job("other")).result is None:  # noqa: ASYNC110 - nobody announces it
             await asyncio.sleep(0.05)

@@ -155,7 +155,7 @@ async def test_metrics_are_served_over_http(rig: Rig) -> None:
     assert (await answer).error is None
     assert (await client.ask(model="none")).error is not None
     url = f"http://127.0.0.1:{app.metrics_port}/metrics"
-    page = (await asyncio.to_thread(lambda: urllib.request.urlopen(url, timeout=10).read())).decode()
+    page = (await asyncio.to_thread(lambda: urllib.request.urlopen(url, timeout=60).read())).decode()
     assert 'tidegate_gateway_requests_total{band="normal",outcome="completed"} 1.0' in page
     assert 'tidegate_gateway_completion_tokens_total{band="normal"} 8.0' in page
     assert 'tidegate_gateway_rejected_total{reason="UNKNOWN_MODEL"} 1.0' in page
@@ -180,7 +180,7 @@ async def test_an_absent_store_is_said_and_survived(rig: Rig) -> None:
         await worker.wait_for(lambda: len(worker.running) == 1)
         redis.stop()
         await until_health(client, "", NOT_SERVING)
-        refused = await client.ask("late", timeout=20)
+        refused = await client.ask("late")
         assert refused.error is not None
         assert refused.error.code() is grpc.StatusCode.UNAVAILABLE
         assert reason_of(refused.error) == "STORE_UNAVAILABLE"

@@ -7,17 +7,18 @@ from collections import Counter, defaultdict
 
 from common.types import Band
 from gateway.queueing.queue import Claim
-from gateway.store.redis_queue import RedisQueue
+from gateway.store.redis_queue import QueueSettings, RedisQueue
 from tests.support.queueing import entry, report
 
 NUM_GATEWAYS = 4
+FOR_EVER = QueueSettings(claim_lease_s=600, report_ttl_s=600, owner_ttl_s=600, timeout_s=60)  # for any machine
 NUM_REQUESTS = 200
 SLOTS = {"w1": 5, "w2": 9, "w3": 16}
 BLOCKS = {"w1": 40, "w2": 40, "w3": 40}
 
 
 async def test_four_gateways_dispatching_at_once_never_over_admit(redis_url: str, pool: str) -> None:
-    gateways = [RedisQueue(redis_url, pool=pool, gateway_id=f"g{i}") for i in range(NUM_GATEWAYS)]
+    gateways = [RedisQueue(redis_url, pool=pool, gateway_id=f"g{i}", settings=FOR_EVER) for i in range(NUM_GATEWAYS)]
     owners = {gateway._gateway_id: gateway for gateway in gateways}
     blocks = {f"r{i}": 1 + i % 7 for i in range(NUM_REQUESTS)}
     await asyncio.gather(
@@ -62,7 +63,7 @@ async def test_four_gateways_dispatching_at_once_never_over_admit(redis_url: str
 
 
 async def test_every_message_reaches_its_owner_while_all_dispatch(redis_url: str, pool: str) -> None:
-    gateways = [RedisQueue(redis_url, pool=pool, gateway_id=f"g{i}") for i in range(NUM_GATEWAYS)]
+    gateways = [RedisQueue(redis_url, pool=pool, gateway_id=f"g{i}", settings=FOR_EVER) for i in range(NUM_GATEWAYS)]
     for i in range(NUM_REQUESTS):
         await gateways[i % NUM_GATEWAYS].enqueue(entry(f"r{i}", owner=f"g{i % NUM_GATEWAYS}"), max_length=NUM_REQUESTS)
     received: Counter[str] = Counter()
@@ -77,7 +78,7 @@ async def test_every_message_reaches_its_owner_while_all_dispatch(redis_url: str
                 assert message.claim.owner == gateway._gateway_id
                 received[message.request_id] += 1
 
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(120):
         await asyncio.gather(*(take(gateway) for gateway in gateways))
     assert received == Counter(f"r{i}" for i in range(NUM_REQUESTS))
     for i in range(NUM_REQUESTS):

@@ -29,7 +29,7 @@ from tests.support.redis import request_keys
 
 @pytest_asyncio.fixture
 async def queue(redis_url: str, pool: str) -> AsyncIterator[RedisQueue]:
-    made = RedisQueue(redis_url, pool=pool, gateway_id="g1", settings=QueueSettings())
+    made = RedisQueue(redis_url, pool=pool, gateway_id="g1", settings=QueueSettings(timeout_s=60))
     yield made
     await made.close()
 
@@ -41,15 +41,16 @@ class TestCancelledCalls:
         names = [f"r{i}" for i in range(4)]
         for name in names:
             await queue.enqueue(entry(name, owner=f"owner-of-{name}"), max_length=99)
-        redis_client.client_pause(100)  # ms; replies of what is sent now come only afterwards
+        redis_client.client_pause(60_000, all=False)  # ms; replies of what is sent now come only when that ends
         doomed = [asyncio.create_task(queue.owner_of(name)) for name in names]
         await asyncio.sleep(0.02)
         assert not any(task.done() for task in doomed)
         for task in doomed:
             task.cancel()
-        assert await asyncio.gather(*(queue.owner_of(name) for name in reversed(names))) == [
-            f"owner-of-{name}" for name in reversed(names)
-        ]
+        others = [asyncio.create_task(queue.owner_of(name)) for name in reversed(names)]
+        await asyncio.sleep(0.02)
+        redis_client.client_unpause()
+        assert await asyncio.gather(*others) == [f"owner-of-{name}" for name in reversed(names)]
         redis_client.delete(*request_keys(redis_client, queue._keys.pool))
 
     async def test_cancelling_at_random_moments_mixes_no_replies_and_leaves_no_request(
@@ -85,12 +86,13 @@ class TestCancelledCalls:
     async def test_a_cancelled_enqueue_is_withdrawn_and_its_id_is_free(
         self, queue: RedisQueue, redis_client: redis.Redis
     ) -> None:
-        redis_client.client_pause(50)
+        redis_client.client_pause(60_000, all=False)
         task = asyncio.create_task(queue.enqueue(entry("a"), max_length=9))
         await asyncio.sleep(0.01)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
+        redis_client.client_unpause()
 
         async def is_gone() -> bool:
             return await queue.owner_of("a") is None and not queue._link._steps - {asyncio.current_task()}
@@ -111,7 +113,7 @@ class TestRestart:
     async def test_after_a_restart_the_queue_serves_again_and_tells_what_it_lost(self, tmp_path: Path) -> None:
         server = LocalRedis(tmp_path)
         server.start()
-        queue = RedisQueue(server.url, pool="p", gateway_id="g1", settings=QueueSettings(timeout_s=2))
+        queue = RedisQueue(server.url, pool="p", gateway_id="g1", settings=QueueSettings(timeout_s=30))
         try:
             await queue.enqueue(entry("lost"), max_length=9)
             await queue.send_cancel("lost")
@@ -140,7 +142,7 @@ class TestStall:
     async def test_a_silent_server_is_unavailable_and_its_late_effects_are_undone(self, tmp_path: Path) -> None:
         with LocalRedis(tmp_path) as server:
             assert server.pid is not None
-            queue = RedisQueue(server.url, pool="p", gateway_id="g1", settings=QueueSettings(timeout_s=0.1))
+            queue = RedisQueue(server.url, pool="p", gateway_id="g1", settings=QueueSettings(timeout_s=1))
             await queue.enqueue(entry("served"), max_length=9)
             os.kill(server.pid, signal.SIGSTOP)
             with pytest.raises(UnavailableError):
@@ -218,7 +220,7 @@ def test_a_connection_that_breaks_in_this_very_moment_is_an_outage() -> None:
         with pytest.raises(UnavailableError), store_errors():
             transport.writelines([b"PING"])
 
-    uvloop.run(asyncio.wait_for(main(), 10))
+    uvloop.run(asyncio.wait_for(main(), 60))
 
 
 def test_other_errors_are_no_outage() -> None:

@@ -95,7 +95,7 @@ async def deployment(
     }
     worker = Worker(WorkerSettings(**settings, TIDEGATE_FLEET_KEY=FLEET_KEY))  # type: ignore[call-arg, arg-type]
     async with running(worker) as task:
-        await eventually(lambda: gateway.fleet.is_ready or task.done(), 60)
+        await eventually(lambda: gateway.fleet.is_ready or task.done(), 120)
         (record,) = await gateway.queue.workers()
         yield Deployment(gateway, record.address, task)
 
@@ -108,7 +108,7 @@ async def ask(address: str, **kwargs: Any) -> int:
     """Completion tokens of a small answer."""
     async with Client(address, "key-acme", **kwargs) as client:
         sampling = Sampling(max_tokens=4, ignore_eos=True, temperature=0.0)
-        events = [event async for event in client.generate(Text("hello"), sampling, timeout_s=30)]
+        events = [event async for event in client.generate(Text("hello"), sampling, timeout_s=60)]
     assert isinstance(events[-1], Finished)
     return events[-1].usage.completion_tokens
 
@@ -131,8 +131,9 @@ async def test_who_shows_a_trusted_certificate_chats_and_nobody_else(
 
 
 async def test_a_worker_refuses_who_shows_no_trusted_certificate(
-    deployment: Deployment, ours: Authority, theirs: Authority, caller: Certificate
+    deployment: Deployment, ours: Authority, theirs: Authority, caller: Certificate, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(probe, "CHECK_TIMEOUT_S", 60.0)
     address = deployment.worker_address
     assert await probe.check(address, "", Dialling(credentials(ours, caller))) == "SERVING"
     strangers = [
@@ -159,7 +160,7 @@ async def test_a_gateway_that_trusts_another_authority_gets_no_worker(
     for gateway in (wrong, plain):
         async with Client(f"127.0.0.1:{gateway.port}", "key-acme") as client:
             with pytest.raises(ClientError) as caught:
-                await client.complete(Text("hello"), timeout_s=10)
+                await client.complete(Text("hello"), timeout_s=60)
         assert caught.value.status == "UNAVAILABLE"
         assert not gateway.fleet.sessions
 
@@ -196,7 +197,7 @@ async def test_an_operator_drains_a_worker_which_then_ends(
     async with AdminClient(deployment.address, ADMIN_KEY, credentials=credentials(ours, caller)) as admin:
         assert [worker.state for worker in (await admin.list_workers()).workers] == ["ready"]
         await admin.drain_worker("w1")
-        await asyncio.wait_for(asyncio.shield(deployment.worker_run), 30)
+        await asyncio.wait_for(asyncio.shield(deployment.worker_run), 60)
         await eventually(lambda: not deployment.gateway.fleet.sessions)
 
 

@@ -31,7 +31,7 @@ from worker.rpc.service import SERVICE_NAME, Serving, WorkerService, register
 VOCAB_SIZE = 1000
 BLOCK_SIZE = 4
 IDENTITY = Identity("w1", 17)
-WAIT_S = 20.0
+WAIT_S = 120.0
 
 
 async def until(condition: Callable[[], bool]) -> None:
@@ -189,6 +189,11 @@ class Gateway:
         if event.HasField("rejected"):
             self._end(event.rejected.request_id, event.rejected.attempt, types_pb2.Reason.Name(event.rejected.reason))
         return event
+
+    async def until_heard(self) -> None:
+        """Reads until the worker has taken everything that was sent before: nonsense is refused without its engine."""
+        await self.submit("nonsense", [1], attempt=0)
+        assert await self.read_until_ended("nonsense", 0) == "REASON_INVALID_PARAMETER"
 
     async def read_until_ended(self, request_id: str, attempt: int = 1) -> str:
         """Reads until a request has ended, and says how."""

@@ -12,7 +12,7 @@ from protos.inference.v1 import fleet_pb2, fleet_pb2_grpc
 from worker.rpc.announcer import Announcer
 from worker.rpc.identity import Identity
 
-WAIT_S = 20.0
+WAIT_S = 120.0
 
 
 class FakeFleet(fleet_pb2_grpc.FleetServicer):

@@ -34,6 +34,8 @@ async def test_commands_of_one_message_are_obeyed_in_their_order() -> None:
         gateway = Gateway(channel)
         await gateway.open()
         rig.executor.gate.clear()
+        await gateway.submit("acme/0", PROMPT)
+        await until(lambda: rig.loop.age_s > 0)  # in a step, so that all that comes meanwhile is taken together
         sampling = types_pb2.SamplingParams(max_tokens=9)
 
         def submit(request_id: str) -> worker_pb2.SessionCommand:
@@ -46,6 +48,7 @@ async def test_commands_of_one_message_are_obeyed_in_their_order() -> None:
         abort = worker_pb2.SessionCommand(abort=worker_pb2.Abort(request_id="acme/2", attempt=1))
         command.more.extend([submit("acme/2"), abort, submit("acme/3")])
         await gateway.call.write(command)
+        await gateway.until_heard()
         rig.executor.gate.set()
         for request_id in ("acme/1", "acme/3"):
             assert await gateway.read_until_ended(request_id) == "FINISH_REASON_LENGTH"
@@ -100,6 +103,7 @@ async def test_a_paused_request_makes_nothing_until_it_is_resumed() -> None:
         await gateway.pause("acme/1")
         await gateway.pause("acme/1", attempt=7)
         await gateway.submit("acme/2", PROMPT, max_tokens=90)
+        await gateway.until_heard()
         rig.executor.gate.set()
         assert await gateway.read_until_ended("acme/2") == "FINISH_REASON_LENGTH"
         assert len(gateway.tokens.get(("acme/1", 1), [])) <= 1, "one step may have begun before the pause"
@@ -114,10 +118,13 @@ async def test_a_paused_request_ends_with_its_abort_or_its_session() -> None:
     async with WorkerRig().running() as rig, grpc.aio.insecure_channel(rig.address) as channel:
         gateway = Gateway(channel)
         await gateway.open()
+        rig.executor.gate.clear()
         for name in ("acme/1", "acme/2"):
             await gateway.submit(name, PROMPT, max_tokens=400)
             await gateway.pause(name)
         await gateway.abort("acme/1")
+        await gateway.until_heard()
+        rig.executor.gate.set()
         assert await gateway.read_until_ended("acme/1") == "FINISH_REASON_CANCELLED"
         gateway.call.cancel()
         await rig.until_idle()
@@ -146,6 +153,7 @@ async def test_an_abort_ends_one_attempt_of_one_request() -> None:
         await gateway.abort("acme/2", attempt=7)
         await gateway.abort("acme/3")
         await gateway.abort("acme/1")
+        await gateway.until_heard()
         rig.executor.gate.set()
         assert await gateway.read_until_ended("acme/1") == "FINISH_REASON_CANCELLED"
         assert await gateway.read_until_ended("acme/2") == "FINISH_REASON_LENGTH"
@@ -200,6 +208,7 @@ async def test_more_than_the_worker_takes_is_answered_with_no_credit() -> None:
         rig.executor.gate.clear()
         for index in range(40):
             await gateway.submit(f"acme/{index}", PROMPT, max_tokens=2)
+        await gateway.until_heard()
         rig.executor.gate.set()
         ends = [await gateway.read_until_ended(f"acme/{index}") for index in range(40)]
         assert set(ends) == {"FINISH_REASON_LENGTH", "REASON_NO_CREDIT"}
@@ -287,8 +296,8 @@ async def test_drain_finishes_what_runs_refuses_the_rest_and_says_goodbye() -> N
         assert event is not None
         assert event.goodbye.reason == types_pb2.REASON_DRAINING
         await busy.submit("acme/2", PROMPT)
-        rig.executor.gate.set()
         assert await busy.read_until_ended("acme/2") == "REASON_DRAINING"
+        rig.executor.gate.set()
         assert await busy.read_until_ended("acme/1") == "FINISH_REASON_LENGTH"
         assert len(busy.tokens["acme/1", 1]) == 30
         while (event := await busy.read()) is not None:

@@ -22,7 +22,7 @@ from common.local_redis import LocalRedis
 server = LocalRedis()
 server.start()
 print(server.pid, server.socket_path, flush=True)
-time.sleep(60)
+time.sleep(600)
 """
 
 
@@ -62,7 +62,7 @@ def test_a_killed_owner_takes_the_server_with_it() -> None:
         pid = int(pid_text)
         assert is_running(pid)
         os.kill(owner.pid, signal.SIGKILL)
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 120
     while is_running(pid):
         assert time.monotonic() < deadline, "redis-server outlived its owner"
         time.sleep(0.01)

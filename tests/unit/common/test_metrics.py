@@ -61,7 +61,7 @@ def test_the_endpoint_serves_and_closes() -> None:
     GatewayMetrics(registry)
     with MetricsServer("127.0.0.1:0", registry) as server:
         url = f"http://127.0.0.1:{server.port}/metrics"
-        assert b"tidegate_gateway_live_streams" in urllib.request.urlopen(url, timeout=5).read()
+        assert b"tidegate_gateway_live_streams" in urllib.request.urlopen(url, timeout=60).read()
         with pytest.raises(OSError, match="in use"):
             MetricsServer(f"127.0.0.1:{server.port}", registry)
     with socket.socket() as probe:

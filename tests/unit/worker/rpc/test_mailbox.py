@@ -82,13 +82,13 @@ async def test_a_message_holds_no_more_than_its_bound() -> None:
 async def test_room_ends_when_too_many_requests_have_news() -> None:
     mailbox = Mailbox()
     for index in range(MAX_REQUESTS):
-        await asyncio.wait_for(mailbox.room(), 30)
+        await asyncio.wait_for(mailbox.room(), 120)
         mailbox.put_rejected(worker_pb2.Rejected(request_id=str(index)))
     waiting = asyncio.create_task(mailbox.room())
     await asyncio.sleep(0)
     assert not waiting.done()
     await mailbox.take()
-    await asyncio.wait_for(waiting, 30)
+    await asyncio.wait_for(waiting, 120)
 
 
 @settings(max_examples=60, deadline=None)
@@ -107,7 +107,7 @@ def test_no_token_is_lost_or_reordered_however_takes_and_puts_mix(
         mailbox, put, got = Mailbox(), defaultdict[str, list[int]](list), defaultdict[str, list[int]](list)
 
         async def take() -> None:
-            step = (await asyncio.wait_for(mailbox.take(), 30)).step
+            step = (await asyncio.wait_for(mailbox.take(), 120)).step
             assert sum(len(each.token_ids) for each in step.outputs) <= MAX_POSITIONS
             for each in step.outputs:
                 assert len(each.token_ids) == len(each.logprobs) or not each.logprobs
