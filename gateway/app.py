@@ -291,7 +291,7 @@ class GatewayApp:
         await self._shared_endings.close()
         await self._job_runner.close()
         await self._resumption.stop()
-        await self._books.stop()
+        await self._books.stop(patience_s=_LAST_STEPS_S)
         try:
             await self.queue.close()
         except UnavailableError as error:  # others reap what is left there

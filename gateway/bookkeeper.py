@@ -6,6 +6,8 @@ import asyncio
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import Any
 
+import structlog
+
 from common.clock import Clock
 from common.errors import UnavailableError
 from gateway.background import Background
@@ -15,6 +17,9 @@ from gateway.lifecycle import Outcome
 from gateway.live import LiveRequest
 from gateway.store_health import StoreHealth
 
+_log = structlog.get_logger(__name__)
+
+_RETRY_S = 0.2
 _NOTED_TOGETHER = 16  # records: well under a millisecond's work
 
 
@@ -89,8 +94,11 @@ class Bookkeeper:
 
     async def _write_left(self) -> None:
         for record_id, record in list(self._unwritten.items()):
-            if record_id not in self._on_the_way:
-                await self._write(record)
+            if record_id in self._on_the_way:
+                continue
+            await self._write(record)
+            if record_id in self._unwritten:  # the store is away: each of the others would wait as long for nothing
+                return
 
     async def _loop(self) -> None:
         while True:
@@ -122,10 +130,17 @@ class Bookkeeper:
             await self._ledger.note(changed)
         self._noted.update((record.record_id, record) for record in changed if record.record_id in self._noted)
 
-    async def stop(self) -> None:
-        """Writes what is left over, and leaves."""
+    async def stop(self, *, patience_s: float) -> None:
+        """Writes what is left over, for which it waits so long for a store that is away, and leaves."""
         self._on_the_way.clear()  # nobody waits any more: of these it is not known whether they are written
-        await self._write_left()
+        try:
+            async with asyncio.timeout(patience_s):
+                await self._write_left()
+                while self._unwritten:
+                    await asyncio.sleep(_RETRY_S)
+                    await self._write_left()
+        except TimeoutError:
+            _log.warning("records_given_up", num_records=len(self._unwritten))
         try:
             await self._ledger.leave()
         except UnavailableError as error:  # others reap what is left open

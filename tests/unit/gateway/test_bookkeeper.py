@@ -29,8 +29,11 @@ class FakeLedger:
     note_sizes: list[int] = field(default_factory=list)
     closed: list[UsageRecord] = field(default_factory=list)
     num_reaps: int = 0
+    tries_until_back: int | None = None
 
     def _answer(self) -> None:
+        if self.is_down and self.tries_until_back is not None:
+            self.is_down, self.tries_until_back = self.tries_until_back > 0, self.tries_until_back - 1
         if self.is_down:
             raise UnavailableError("down", reason=Reason.STORE_UNAVAILABLE)
 
@@ -149,5 +152,19 @@ async def test_a_closing_that_nobody_waits_for_any_more_is_written_at_the_end(de
     desk.books.close(live, outcome).close()  # whoever was to wait for it was cancelled
     await desk.books.look()
     assert desk.ledger.closed == []  # it may be on its way
-    await desk.books.stop()
+    await desk.books.stop(patience_s=10)
     assert [record.record_id for record in desk.ledger.closed] == ["a"]
+
+
+@pytest.mark.parametrize("comes_back", [True, False])
+async def test_a_store_that_is_away_at_the_end_is_waited_for_but_not_for_ever(desk: Desk, comes_back: bool) -> None:
+    desk.ledger.is_down = True
+    outcome = finished(FinishReason.LENGTH)
+    for name in ("r1", "r2"):
+        live = live_request(name)
+        desk.books.promise(live)
+        live.lifecycle.finish(outcome)
+        await desk.books.close(live, outcome)
+    desk.ledger.tries_until_back = 2 if comes_back else None
+    await desk.books.stop(patience_s=60 if comes_back else 0.5)
+    assert [record.request_id for record in desk.ledger.closed] == (["acme/r1", "acme/r2"] if comes_back else [])
