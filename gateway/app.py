@@ -162,7 +162,7 @@ class GatewayApp:
             HandlerSettings(
                 self.gateway_id,
                 settings.max_queue_length,
-                takeover_s=settings.heartbeat_ttl_s + 2 * settings.heartbeat_s,
+                takeover_s=2 * settings.heartbeat_ttl_s,  # a dead one is reaped by then, however late others look
                 store_patience_s=settings.store_patience_s,
             ),
             choose_id=lambda: random.randbytes(12).hex(),

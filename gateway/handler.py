@@ -241,8 +241,11 @@ class Handler:
         outcome = finished(FinishReason.CANCELLED)
         self._end(former, outcome)
         former.end(outcome)
-        async with asyncio.timeout(_CLOSE_WAIT_S):
-            await former.is_forgotten.wait()
+        try:
+            async with asyncio.timeout(_CLOSE_WAIT_S):
+                await former.is_forgotten.wait()
+        except TimeoutError:  # its last steps wait for the store
+            raise self._store.unavailable() from None
 
     async def _prepare(self, tenant: Tenant, call: GenerateCall) -> ReadyRequest:
         check_request_id(call.request_id)

@@ -9,6 +9,8 @@ from typing import Any
 import grpc
 import pytest
 
+from gateway import handler
+from gateway.live import LiveRequest
 from protos.inference.v1 import inference_pb2, types_pb2
 from tests.integration.gateway.rig import Answer, Client, Rig, eventually, generate_request, read, reason_of, take
 from tests.support.scripted_worker import ScriptedWorker, spell, text_of
@@ -118,6 +120,32 @@ async def test_who_resumes_a_live_stream_ends_it(rig: Rig, num_gateways: int) ->
     assert former.finished.reason == types_pb2.FINISH_REASON_CANCELLED
     hurry(worker)
     assert_continued(answer, await rest)
+
+
+async def test_who_resumes_while_the_former_run_cannot_end_is_told_to_come_back(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    worker = await rig.worker(step_s=0.01)
+    app, client = await rig.serving(worker)
+    call, answer = await begun(client, 30, LONG)
+    may_end, forget = asyncio.Event(), app.dispatcher.unregister
+    ending: list[asyncio.Task[None]] = []
+
+    async def late(live: LiveRequest) -> None:
+        await may_end.wait()
+        forget(live)
+
+    monkeypatch.setattr(app.dispatcher, "unregister", lambda live: ending.append(asyncio.create_task(late(live))))
+    monkeypatch.setattr(handler, "_CLOSE_WAIT_S", 0.05)
+    refused = await resumed(client, offset_of(answer))
+    assert refused.error is not None
+    assert (refused.error.code(), reason_of(refused.error)) == (grpc.StatusCode.UNAVAILABLE, "STORE_UNAVAILABLE")
+    monkeypatch.undo()
+    may_end.set()
+    await read(call)
+    await eventually(lambda: app.dispatcher.live == ())
+    hurry(worker)
+    assert_continued(answer, await resumed(client, offset_of(answer)))
 
 
 async def test_a_stop_string_is_found_across_the_break_and_after_it(rig: Rig) -> None:
