@@ -16,7 +16,7 @@ from redis.backoff import NoBackoff
 
 from gateway.store.patience import Patience
 from gateway.store.wire import Argument as Argument
-from gateway.store.wire import Call, Wire, pack_parts, unavailable
+from gateway.store.wire import Call, Wire, is_out_of_order, pack_parts, unavailable
 
 T = TypeVar("T")
 _CLOSED = "the handler is closed"  # uvloop, of a connection whose loss it has noticed and not told yet
@@ -58,6 +58,10 @@ def store_errors() -> Iterator[None]:
     try:
         yield
     except _UNREACHABLE as error:
+        raise unavailable(error) from error
+    except exceptions.ResponseError as error:
+        if not is_out_of_order(error):
+            raise
         raise unavailable(error) from error
     except RuntimeError as error:
         if _CLOSED not in str(error):

@@ -16,12 +16,20 @@ from common.types import Reason
 
 Argument = str | int
 # Errors of the server that say that it, not the call, is at fault.
-_OUT_OF_ORDER = ("LOADING", "READONLY", "OOM", "NOAUTH", "WRONGPASS", "MASTERDOWN", "CLUSTERDOWN", "ERR max number")
+_OUT_OF_ORDER = (
+    *("LOADING", "READONLY", "OOM", "NOAUTH", "WRONGPASS", "MASTERDOWN", "CLUSTERDOWN", "ERR max number"),
+    *("MISCONF", "NOREPLICAS", "BUSY "),  # it cannot write to its disk, has too few replicas, runs a script for long
+)
 _UNKNOWN_SCRIPT = "NOSCRIPT"
 
 
 _RETRY_AFTER_S = 1.0
 _NOTHING = object()
+
+
+def is_out_of_order(error: exceptions.ResponseError) -> bool:
+    """Whether it is the server that is at fault."""
+    return str(error).startswith(_OUT_OF_ORDER)
 
 
 def unavailable(cause: BaseException) -> UnavailableError:
@@ -165,7 +173,7 @@ class Wire(asyncio.Protocol):
         if message.startswith(_UNKNOWN_SCRIPT):  # it has not run: resending it is safe
             self.send(_pack(("EVAL", call.source, len(call.keys), *call.keys, *call.arguments)), call)
         elif not call.reply.done():
-            call.reply.set_exception(unavailable(reply) if message.startswith(_OUT_OF_ORDER) else reply)
+            call.reply.set_exception(unavailable(reply) if is_out_of_order(reply) else reply)
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Nobody gets an answer any more."""

@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator, Callable, Coroutine
 from pathlib import Path
 from typing import Any
 
+import hiredis
 import pytest
 import pytest_asyncio
 import redis
@@ -200,6 +201,35 @@ async def test_a_thousand_calls_at_once_share_a_few_connections(
     assert redis_client.info("clients")["connected_clients"] - before <= 2
     assert (await queue.depths())[1].num_waiting == 1000
     assert all(await asyncio.gather(*(queue.finish(name) for name in names)))
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        *("LOADING Redis is loading", "OOM command not allowed", "READONLY You can't write", "NOAUTH required"),
+        *("MISCONF Errors writing to the AOF file", "BUSY Redis is busy running a script", "NOREPLICAS Not enough"),
+    ],
+)
+async def test_a_server_that_refuses_whatever_is_asked_is_unavailable(words: str) -> None:
+    """It is at fault and not the call: loops that ask go on, and clients are told to come back."""
+
+    async def refuse(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        commands = hiredis.Reader()
+        while data := await reader.read(65536):
+            commands.feed(data)
+            while commands.gets() is not False:
+                writer.write(f"-{words}\r\n".encode())
+        writer.close()
+
+    async with await asyncio.start_server(refuse, "127.0.0.1", 0) as server:
+        port = server.sockets[0].getsockname()[1]
+        queue = RedisQueue(f"redis://127.0.0.1:{port}", pool="p", gateway_id="g1")
+        with pytest.raises(UnavailableError):
+            await queue.depths()
+        with pytest.raises(UnavailableError):
+            await queue.read_inbox(timeout_s=5)
+        with pytest.raises(UnavailableError):
+            await queue.close()
 
 
 @pytest.mark.parametrize("pool_name", ["", "a b", "a}b", "a{b", "x" * 65])
