@@ -5,27 +5,30 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
+import random
 import shutil
 import socket
 import sys
 import urllib.request
-from collections.abc import Iterable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
+from contextlib import ExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 import redis
+import redis.asyncio
 
 from client import Client, ClientError
 from common.local_redis import find_redis_server
 from gateway.store.keys import PoolKeys
-from launcher.ports import free_ports
 from tests.chaos.namespace import Namespace
-from tests.chaos.node import Node, eventually
+from tests.chaos.node import Node, Span, eventually
 from tests.support.redis import pool_keys
 
 FLEET_KEY = "chaos-fleet-key"
 POOL = "chaos"
 DRAIN_S = 3.0
+HEARTBEAT_TTL_S = 6.0
 MAX_CONCURRENT = 3
 REQUESTS_PER_MINUTE = 40
 TENANTS = {
@@ -39,6 +42,21 @@ TENANTS = {
 def key_of(tenant: str) -> str:
     """A tenant's API key."""
     return f"chaos-key-of-{tenant}"
+
+
+def _quiet_ports(count: int) -> list[int]:
+    """Free ones below those that the kernel gives away: nobody gets them either while their program is away."""
+    ports: list[int] = []
+    with ExitStack() as held:
+        for port in random.sample(range(12_000, 32_000), 10 * count):
+            try:
+                taken = held.enter_context(socket.socket())
+                taken.bind(("127.0.0.1", port))
+            except OSError:
+                continue
+            ports.append(port)
+    assert len(ports) >= count, "hardly a port is free"
+    return ports[:count]
 
 
 def _answers(address: str) -> bool:
@@ -93,7 +111,7 @@ class Cluster:
 
     def __init__(self, folder: Path, model: Path, *, num_gateways: int = 2, num_workers: int = 2) -> None:
         self.folder = folder
-        ports = iter(f"127.0.0.1:{port}" for port in free_ports(1 + 3 * num_gateways + 3 * num_workers))
+        ports = iter(f"127.0.0.1:{port}" for port in _quiet_ports(1 + 3 * num_gateways + 3 * num_workers))
         self.redis = self._redis(next(ports))
         self._tenants_file()
         self.gateways = [self._gateway(index, next(ports), next(ports), next(ports)) for index in range(num_gateways)]
@@ -154,6 +172,11 @@ class Cluster:
             "TIDEGATE_GATEWAY_GATEWAY_ID": name,
             "TIDEGATE_GATEWAY_DRAIN_S": str(DRAIN_S),
             "TIDEGATE_GATEWAY_MAX_ATTEMPTS": "20",  # harm is done more often here than anywhere else
+            "TIDEGATE_GATEWAY_HEARTBEAT_TTL_S": str(HEARTBEAT_TTL_S),
+            # Nothing is given up that a slow machine may still come to.
+            "TIDEGATE_GATEWAY_NO_WORKER_TIMEOUT_S": "300",
+            "TIDEGATE_GATEWAY_STORE_WAIT_S": "300",
+            "TIDEGATE_GATEWAY_QUEUE_TTL_S": "300",
         }
         node = Node(name, [sys.executable, "-m", "gateway"], env, self.folder, is_ready)
         return Server(node, address, metrics, link)
@@ -190,6 +213,13 @@ class Cluster:
 
     # Running
 
+    def silences(self, gateway: int) -> list[Span]:
+        """When a gateway and the store were out of each other's reach."""
+        server = self.gateways[gateway]
+        assert server.link is not None
+        store = self.redis.node
+        return [*store.outages, *store.stops, *server.link.node.stops, *server.node.stops]
+
     @property
     def links(self) -> list[Link]:
         """All of them."""
@@ -221,6 +251,21 @@ class Cluster:
         """A plain blocking client of Redis, past every link."""
         port = int(self.redis.address.rpartition(":")[2])
         return redis.Redis(port=port, decode_responses=True, socket_timeout=5)
+
+    @asynccontextmanager
+    async def watching_store(self) -> AsyncIterator[Callable[[], Awaitable[list[float]]]]:
+        """Gives a call that says for how many seconds longer each gateway is taken to live. It raises RedisError."""
+        port = int(self.redis.address.rpartition(":")[2])
+        async with redis.asyncio.Redis(port=port, socket_timeout=None) as client:
+
+            async def signs_of_life() -> list[float]:
+                pipeline = client.pipeline(transaction=False)
+                pipeline.time()
+                pipeline.zrange(PoolKeys(POOL).prefix + "gateways", 0, -1, withscores=True)
+                (seconds, microseconds), gateways = await pipeline.execute()
+                return [until / 1e6 - seconds - microseconds / 1e6 for _, until in gateways]
+
+            yield signs_of_life
 
     def client(self, tenant: str, gateway: int) -> Client:
         """A client of a tenant at one of the gateways; all users share it."""

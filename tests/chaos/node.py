@@ -7,14 +7,16 @@ import contextlib
 import json
 import os
 import signal
+import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from launcher.process import Child
 
-START_S = 120.0
+START_S = 300.0
 POLL_S = 0.05
+Span = tuple[float, float]  # monotonic times
 
 
 async def eventually(is_so: Callable[[], bool | Awaitable[bool]], what: str, timeout_s: float = START_S) -> None:
@@ -50,6 +52,11 @@ class Node:
         self._child: Child | None = None
         self._num_starts = 0
         self.is_frozen = False
+        self.ends: list[Span] = []  # when it was killed or drained: each from the signal until it was gone
+        self.outages: list[Span] = []  # from then until it was ready again
+        self.stops: list[Span] = []  # from freezing to thawing
+        self._down_since: float | None = None
+        self._stopped_at = 0.0
 
     def __repr__(self) -> str:
         return f"Node({self.name}, start={self._num_starts}, running={self.is_running}, frozen={self.is_frozen})"
@@ -58,11 +65,6 @@ class Node:
     def is_running(self) -> bool:
         """Whether its process is there, stopped or not."""
         return self._child is not None and self._child.is_running
-
-    @property
-    def num_starts(self) -> int:
-        """How often it was started."""
-        return self._num_starts
 
     async def start(self) -> None:
         """Starts it unless it runs."""
@@ -78,6 +80,9 @@ class Node:
             await eventually(self._is_up, f"{self.name} is ready")
         except AssertionError as error:
             raise AssertionError(f"{error}\n" + "\n".join(self._child.tail() if self._child else ())) from None
+        if self._down_since is not None:
+            self.outages.append((self._down_since, time.monotonic()))
+            self._down_since = None
 
     async def _is_up(self) -> bool:
         assert self.is_running, f"{self.name} has ended by itself"
@@ -86,26 +91,33 @@ class Node:
     async def kill(self) -> None:
         """SIGKILL."""
         if self._child is not None:
+            self._down_since = time.monotonic()
             self._child.kill()
             await self._child.stop(drain_s=0)
+            self.ends.append((self._down_since, time.monotonic()))
 
-    async def drain(self, drain_s: float = 30.0) -> int:
+    async def drain(self, drain_s: float = START_S) -> int:
         """SIGTERM; its exit status. A program that has not ended after `drain_s` is killed, which is its fault."""
         assert self._child is not None
         self.thaw()
+        self._down_since = time.monotonic()
         status = await self._child.stop(drain_s=drain_s)
+        self.ends.append((self._down_since, time.monotonic()))
         assert status >= 0, f"{self.name} was killed by signal {-status} in its drain"
         return status
 
     def freeze(self) -> None:
         """SIGSTOP: it is there, and does nothing."""
+        self._stopped_at = time.monotonic()
         self._signal(signal.SIGSTOP)
         self.is_frozen = True
 
     def thaw(self) -> None:
         """SIGCONT."""
         self._signal(signal.SIGCONT)
-        self.is_frozen = False
+        if self.is_frozen:
+            self.is_frozen = False
+            self.stops.append((self._stopped_at, time.monotonic()))
 
     def _signal(self, number: signal.Signals) -> None:
         if self._child is not None and self._child.is_running:

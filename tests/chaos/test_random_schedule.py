@@ -17,12 +17,11 @@ import pytest
 from tests.chaos.cluster import Cluster
 from tests.chaos.invariants import check_all
 from tests.chaos.questions import Question
-from tests.chaos.traffic import Call, Traffic
+from tests.chaos.traffic import Traffic
 
 DURATION_S = float(os.environ.get("TIDEGATE_CHAOS_S", "10"))
 ROUND_S = 60.0  # after which everything is made whole, and every invariant is checked
-_BOOKING_S = 2.0  # after which a gateway has booked what it could not, once the store is back
-pytestmark = [pytest.mark.asyncio(loop_scope="package"), pytest.mark.timeout(300 + 4 * DURATION_S)]
+pytestmark = [pytest.mark.asyncio(loop_scope="package"), pytest.mark.timeout(1200 + 10 * DURATION_S)]
 
 Harm = Callable[[], Awaitable[None]]
 
@@ -33,22 +32,6 @@ class Schedule:
     def __init__(self, cluster: Cluster, random: Random) -> None:
         self._cluster = cluster
         self._random = random
-        self.done: list[str] = []
-        self._away: list[tuple[float, float]] = []  # times in which a gateway may have had no store
-        self._kills: list[float] = []  # when a gateway was killed
-
-    def unbooked(self, calls: list[Call]) -> list[Call]:
-        """Those whose gateway was killed, perhaps, before it could book them: accepted without the store and cut off,
-        or ended without it."""
-
-        fatal = [span for span in self._away if any(_is_within(at, [span]) for at in self._kills)]
-
-        def is_unbooked(call: Call) -> bool:
-            if _is_within(call.ended_at, fatal):
-                return True
-            return not call.finished and _is_within(call.accepted_at, self._away)
-
-        return [call for call in calls if is_unbooked(call)]
 
     async def run(self, duration_s: float) -> None:
         """Does harm for so long, then makes everything whole."""
@@ -56,12 +39,8 @@ class Schedule:
         while time.monotonic() < until:
             worker, gateway = self._random.randrange(2), self._random.randrange(2)
             kinds = self._random.sample(["worker", "gateway", "store"], self._random.choice((1, 1, 2)))
-            began_at, num_done = time.monotonic(), len(self.done)
             await asyncio.gather(*(self._draw(kind, worker, gateway) for kind in sorted(kinds)))
             await self._cluster.heal()
-            done = self.done[num_done:]
-            if any("store" in what or what.startswith(("cut gateway", "freeze gateway")) for what in done):
-                self._away.append((began_at, time.monotonic() + _BOOKING_S))
             await asyncio.sleep(self._random.uniform(0.2, 1.5))
 
     def _draw(self, kind: str, worker: int, gateway: int) -> Awaitable[None]:
@@ -73,7 +52,7 @@ class Schedule:
         return self._harm(kind, how, worker if kind == "worker" else gateway, away_s)
 
     async def _harm(self, kind: str, how: str, index: int, away_s: float) -> None:
-        self._note(f"{how} {kind} {index} for {away_s} s")
+        print(f"chaos: {how} {kind} {index} for {away_s} s", flush=True)
         server = (self._cluster.workers if kind == "worker" else self._cluster.gateways)[index]
         assert server.link is not None
         if how == "kill":
@@ -87,7 +66,7 @@ class Schedule:
         await asyncio.sleep(away_s)
 
     async def _harm_store(self, how: str, away_s: float) -> None:
-        self._note(f"{how} store for {away_s} s")
+        print(f"chaos: {how} store for {away_s} s", flush=True)
         node = self._cluster.redis.node
         if how in ("kill", "drain"):
             await node.kill()
@@ -97,16 +76,6 @@ class Schedule:
         node.thaw()
         await node.start()
         await node.until_ready()
-
-    def _note(self, what: str) -> None:
-        self.done.append(what)
-        if what.startswith("kill gateway"):
-            self._kills.append(time.monotonic())
-        print(f"chaos: {what}", flush=True)
-
-
-def _is_within(at: float | None, spans: list[tuple[float, float]]) -> bool:
-    return at is not None and any(start <= at <= end for start, end in spans)
 
 
 async def test_random_schedule(cluster: Cluster, questions: list[Question]) -> None:
@@ -121,6 +90,6 @@ async def test_random_schedule(cluster: Cluster, questions: list[Question]) -> N
         async with traffic.running():
             await schedule.run(min(ROUND_S, left_s))
             await traffic.more(500)
-        await check_all(cluster, traffic, forgotten=schedule.unbooked(traffic.calls))
+        await check_all(cluster, traffic)
         number += 1
         print(f"chaos: round {number} held, {len(traffic.calls)} calls, {traffic.num_tokens} tokens", flush=True)

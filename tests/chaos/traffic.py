@@ -10,18 +10,22 @@ from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, field
 from random import Random
 
+import redis
+
 from client import Accepted, ClientError, Delta, Event, Finished, Text
 from client.jobs import Job
 from common.types import FinishReason, JobState, Reason
-from tests.chaos.cluster import Cluster
-from tests.chaos.node import eventually
+from tests.chaos.cluster import HEARTBEAT_TTL_S, Cluster
+from tests.chaos.node import Span, eventually
 from tests.chaos.questions import Question
 
 KINDS = {"plain": 8, "resumable": 4, "keyed": 3, "cancelled": 2, "left": 2, "late": 1, "job": 2}
-ANSWER_S = 90.0  # for a whole answer, through whatever happens
+ANSWER_S = 240.0  # for a whole answer, through whatever happens
 RETRY_S = 0.1
 MAX_REFUSALS = 20  # then a client that was never accepted asks something else: it would stand in the way of the others
-_TICK_S = 0.05
+_LOOK_S = 0.1
+_SILENCE_S = 0.03  # for which gateways have patience with the store
+_LATE_S = HEARTBEAT_TTL_S / 2  # of a gateway's sign of life, or the store's: there is no telling what is taken for dead
 # What a client may hear before its request is accepted, and then asks again.
 _TRY_AGAIN = frozenset({"UNAVAILABLE", "RESOURCE_EXHAUSTED", "ALREADY_EXISTS"})
 
@@ -35,6 +39,8 @@ class Call:
     tenant: str
     question: Question
     request_id: str = ""
+    gateway: int = 0  # that was asked last
+    gateways: set[int] = field(default_factory=set)  # that have accepted it
     sent_at: float = 0.0  # monotonic; of the try that was accepted
     accepted_at: float | None = None
     ended_at: float | None = None
@@ -52,6 +58,7 @@ class Call:
         """Notes what came."""
         if isinstance(event, Accepted):
             self.num_streams += 1
+            self.gateways.add(self.gateway)
             self.request_id = event.request_id
             self.accepted_at = self.accepted_at or time.monotonic()
         elif isinstance(event, Delta):
@@ -74,7 +81,8 @@ class Traffic:
         self._is_stopping = False
         self.calls: list[Call] = []
         self.num_tokens = 0
-        self.lag_s = 0.0  # the longest that this program was late to read
+        self.silences: list[Span] = []  # of the store, as far as they were noticed here
+        self.lapses: list[float] = []  # when somebody may soon have been taken for dead
         self.kinds = KINDS
         self.may_break = False  # streams of gateways that are killed or drained break, unless they can be resumed
 
@@ -82,22 +90,43 @@ class Traffic:
     async def running(self, num_calls: int = 12) -> AsyncIterator[None]:
         """Asks while it is open; waits for every answer at the end."""
         askers = [asyncio.create_task(self._ask_on()) for _ in range(num_calls)]
-        watching = asyncio.create_task(self._watch_lag())
+        watching = asyncio.create_task(self._watch_store())
         try:
             yield
             self._is_stopping = True
             async with asyncio.timeout(ANSWER_S + 30):
                 await asyncio.gather(*askers)
+            if watching.done():
+                watching.result()
         finally:
             for task in (watching, *askers):
                 task.cancel()
             await asyncio.gather(watching, *askers, return_exceptions=True)
 
-    async def _watch_lag(self) -> None:
-        while True:
-            slept_at = time.monotonic()
-            await asyncio.sleep(_TICK_S)
-            self.lag_s = max(self.lag_s, time.monotonic() - slept_at - _TICK_S)
+    async def _watch_store(self) -> None:
+        async with self._cluster.watching_store() as signs_of_life:
+            heard_at = time.monotonic()
+            while True:
+                asked_at = time.monotonic()
+                try:
+                    left_s = await signs_of_life()
+                except redis.RedisError:
+                    await asyncio.sleep(_LOOK_S)
+                    continue
+                now = time.monotonic()
+                silent_since, heard_at = min(asked_at, heard_at + _LOOK_S), now
+                if now - silent_since > _SILENCE_S:
+                    self._note_silence(silent_since, now)
+                if now - silent_since > _LATE_S:
+                    self.lapses.append(silent_since)
+                if min(left_s, default=0.0) < HEARTBEAT_TTL_S - _LATE_S:
+                    self.lapses.append(asked_at)
+                await asyncio.sleep(_LOOK_S)
+
+    def _note_silence(self, start: float, end: float) -> None:
+        if self.silences and start - self.silences[-1][1] < 1.0:
+            start = self.silences.pop()[0]
+        self.silences.append((start, end))
 
     async def more(self, num_tokens: int = 800) -> None:
         """Waits until so many more tokens have come."""
@@ -145,7 +174,7 @@ class Traffic:
                     return_token_ids=True,
                     timeout_s=timeout_s,
                 )
-            num_streams = call.num_streams
+            num_streams, call.gateway = call.num_streams, gateway
             call.sent_at = time.monotonic() if call.accepted_at is None else call.sent_at
             try:
                 await self._read(call, events, leaves_after, 1 - gateway)
