@@ -100,7 +100,7 @@ class Server:
 
     def metric(self, name: str) -> float:
         """The sum over a metric's labels."""
-        with urllib.request.urlopen(f"http://{self.metrics}/metrics", timeout=10) as answer:
+        with urllib.request.urlopen(f"http://{self.metrics}/metrics", timeout=60) as answer:
             lines = answer.read().decode().splitlines()
         values = [line.rsplit(" ", 1)[1] for line in lines if line.startswith((name + " ", name + "{"))]
         return sum(map(float, values))
@@ -250,7 +250,7 @@ class Cluster:
     def store(self) -> redis.Redis:
         """A plain blocking client of Redis, past every link."""
         port = int(self.redis.address.rpartition(":")[2])
-        return redis.Redis(port=port, decode_responses=True, socket_timeout=5)
+        return redis.Redis(port=port, decode_responses=True, socket_timeout=60)
 
     @asynccontextmanager
     async def watching_store(self) -> AsyncIterator[Callable[[], Awaitable[list[float]]]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from datetime import UTC, datetime
 
@@ -72,9 +73,13 @@ async def test_packets_lost_in_a_network_namespace(cluster: Cluster, traffic: Tr
         pytest.skip(reason)
     with Namespace() as namespace:
         far = await cluster.add_worker_in(namespace)
+
+        def is_busy() -> bool:
+            return far.metric("tidegate_worker_running") > 1
+
         try:
             async with traffic.running():
-                await eventually(lambda: far.metric("tidegate_worker_running") > 1, "the far worker is busy")
+                await eventually(lambda: asyncio.to_thread(is_busy), "the far worker is busy")
                 namespace.cut()
                 await cluster.until_seen(len(cluster.workers) - 1)
                 await traffic.more()
