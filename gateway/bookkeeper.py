@@ -55,16 +55,15 @@ class Bookkeeper:
         """Its client is told that it is accepted: it gets a record, even if its end comes before that can be opened."""
         live.record_id = live.record_id or self._choose_id()
 
-    async def open(self, live: LiveRequest) -> None:
-        """Says that it is accepted. Raises UnavailableError if that cannot be written down now; may be repeated."""
+    def open(self, live: LiveRequest) -> asyncio.Future[Any]:
+        """Says that it is accepted. Raises UnavailableError if that cannot be written down now; may be repeated.
+
+        Sent by the call itself, and to be awaited for the answer.
+        """
         self.promise(live)
         record = self._record(live)
         self._noted[record.record_id] = record
-        try:
-            await self._ledger.open(record)
-        except UnavailableError as error:
-            self._store.failed(error)
-            raise
+        return self._ledger.open(record)
 
     def close(self, live: LiveRequest, outcome: Outcome) -> Coroutine[Any, Any, None]:
         """Writes what it has used and how it ended, now or later. Nothing for one that was not accepted.

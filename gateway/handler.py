@@ -33,7 +33,7 @@ from gateway.live import LiveRequest, ReadyRequest
 from gateway.mailbox import Delivery
 from gateway.placement.fleet import Fleet
 from gateway.prompts import PromptReader
-from gateway.queueing.queue import Queue
+from gateway.queueing.queue import Entering, Queue
 from gateway.requests import (
     GenerateCall,
     check_idempotency_key,
@@ -272,30 +272,46 @@ class Handler:
     async def _admit(self, live: LiveRequest) -> Accepted:
         """Decides, within the patience with the store: a request that has its part of the limits waits for it if need
         be, and its client is told that it is accepted."""
+        request, tenant = live.request, live.request.tenant
         patience_s = 0.0 if self._store.is_lost else self._settings.store_patience_s
-        await self._reserve(live, patience_s)
-        # In a step of its own: if the client leaves now, it must still be known what was written.
-        live.admission = self._background.spawn(self._enter_queue(live), "admission")
-        if not self._limiter.is_confirmed(live.fleet_id):
-            patience_s = 0.0  # the store has been silent for so long already
-        if await self._is_answered(live.admission, patience_s):
-            live.admission.result()
+        cost = Cost(len(request.prompt_token_ids), request.sampling.max_tokens)
+        # If the client leaves meanwhile, the limiter itself undoes it.
+        reserving = self._limiter.reserve(tenant.tenant_id, live.fleet_id, cost, tenant.limits, patience_s=patience_s)
+        if patience_s > 0:  # sent together: most requests are admitted, and wait for the store only once
+            live.entering = self._ask_to_enter(live, if_reserved=True)
+        live.remaining = await reserving
+        live.is_reserved = True
+        if not self._is_in(live):
+            # In a step of its own: if the client leaves now, it must still be known what was written.
+            live.admission = self._background.spawn(self._enter_queue(live), "admission")
+            if not self._limiter.is_confirmed(live.fleet_id):
+                patience_s = 0.0  # the store has been silent for so long already
+            if await self._is_answered(live.admission, patience_s):
+                live.admission.result()
         self._books.promise(live)
         return Accepted(live.request, live.remaining)
 
-    async def _reserve(self, live: LiveRequest, patience_s: float) -> None:
-        """If the client leaves meanwhile, the limiter itself undoes it."""
-        request = live.request
-        cost, tenant = Cost(len(request.prompt_token_ids), request.sampling.max_tokens), request.tenant
-        live.remaining = await self._limiter.reserve(
-            tenant.tenant_id, live.fleet_id, cost, tenant.limits, patience_s=patience_s
-        )
-        live.is_reserved = True
+    def _is_in(self, live: LiveRequest) -> bool:
+        """Opens the books for a request that entered the queue with its reservation. False if it did not, or not yet.
+
+        The books need not have answered before the client is told: what is sent to them reaches them.
+        """
+        if live.lifecycle.is_ended or not _has_entered(live):
+            return False
+        live.is_enqueued = True
+        live.enter_queue(self._clock.monotonic())
+        self._check_unbroken()
+        self._books.open(live).add_done_callback(lambda opening: self._opened(live, opening))
+        return True
+
+    def _opened(self, live: LiveRequest, opening: asyncio.Future[Any]) -> None:
+        is_failed = not opening.cancelled() and opening.exception() is not None
+        if is_failed and not live.lifecycle.is_ended:
+            live.admission = self._background.spawn(self._enter_queue(live), "admission")
 
     async def _enter_queue(self, live: LiveRequest) -> None:
         if live.lifecycle.is_ended:
             return
-        live.lifecycle.advance(RequestState.ADMITTED)
         live.enter_queue(self._clock.monotonic())
         backoff_s = _FIRST_BACKOFF_S
         try:
@@ -324,23 +340,30 @@ class Handler:
             num_ahead = max(1, self._settings.max_queue_length // 10)
             error.retry_after_s = self._drain_rate.retry_after_s(num_ahead, self._clock.monotonic())
             raise
+        self._check_unbroken()
+        return True
+
+    def _check_unbroken(self) -> None:
         if self._refusal is _broken:  # since it was received: nobody else ends it
             raise _broken()
-        return True
+
+    def _ask_to_enter(self, live: LiveRequest, *, if_reserved: bool = False) -> Entering:
+        most, most_of_tenant = self._settings.max_queue_length, live.request.tenant.limits.max_queue_length
+        entry = self._dispatcher.entry_of(live)
+        # The dispatch follows the enqueue to the store at once: it need not wait for the answer, only for its turn.
+        self._dispatcher.kick()
+        return self._queue.enqueue(entry, max_length=most, max_of_tenant=most_of_tenant, if_reserved=if_reserved)
 
     async def _enqueue(self, live: LiveRequest) -> bool:
         """Enters the queue. A former run at another gateway leaves it first: it notices that it may not write any more,
         or it is reaped. False if in turn a later run has taken over."""
-        settings = self._settings
-        most, most_of_tenant = settings.max_queue_length, live.request.tenant.limits.max_queue_length
-        entry = self._dispatcher.entry_of(live)
-        give_up_at = self._clock.monotonic() + settings.takeover_s
+        give_up_at = self._clock.monotonic() + self._settings.takeover_s
         while True:
-            # The dispatch follows the enqueue to the store at once: it need not wait for the answer, only for its turn.
-            self._dispatcher.kick()
+            entering, live.entering = live.entering or self._ask_to_enter(live), None
             try:
-                await self._queue.enqueue(entry, max_length=most, max_of_tenant=most_of_tenant)
-                return True
+                if await entering:
+                    return True
+                continue  # admitted after all, by another part of the limits: it needs no reservation
             except DuplicateRequestError:
                 if not live.is_resumed or self._clock.monotonic() >= give_up_at:
                     raise
@@ -376,6 +399,9 @@ class Handler:
     async def _close(self, live: LiveRequest, outcome: Outcome, num_output_tokens: int) -> None:
         if live.admission is not None:
             await done_within(live.admission, None)
+        elif live.entering is not None:  # nobody waits for that any more: if it is still to come, the queue undoes it
+            live.entering.cancel()
+            live.is_enqueued = _has_entered(live)
         leaving: list[Coroutine[Any, Any, object]] = []  # sent together; each makes up for it if there is no answer
         try:
             if live.is_enqueued:
@@ -409,6 +435,14 @@ class Handler:
         """Waits until the store has forgotten the request, so that its id is free when the client hears of the end."""
         if live.closing is not None:
             await done_within(live.closing, _CLOSE_WAIT_S)
+
+
+def _has_entered(live: LiveRequest) -> bool:
+    """Whether the store has said that a request is in the queue, when that was asked together with its reservation."""
+    entering = live.entering
+    if entering is None or not entering.done() or entering.cancelled():
+        return False
+    return entering.exception() is None and entering.result()
 
 
 def _request_id(call: GenerateCall) -> str:

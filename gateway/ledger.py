@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 
 class UsageRecord(NamedTuple):
@@ -39,8 +40,9 @@ class Ledger(Protocol):
     All methods raise UnavailableError(STORE_UNAVAILABLE) when the store cannot be reached.
     """
 
-    async def open(self, record: UsageRecord) -> None:
-        """Says that a request is accepted."""
+    def open(self, record: UsageRecord) -> asyncio.Future[Any]:
+        """Says that a request is accepted. On its way to the store when the call returns, so that what its client is
+        told afterwards is not lost with this gateway; to be awaited for the answer."""
         ...
 
     async def note(self, records: Sequence[UsageRecord]) -> None:

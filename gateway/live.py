@@ -16,7 +16,7 @@ from gateway.mailbox import Mailbox
 from gateway.placement.model import ServedModel
 from gateway.placement.scoring import Belief, Prefix
 from gateway.placement.worker import Submission, TokensEvent
-from gateway.queueing.queue import Claim, Flow, QueueEntry
+from gateway.queueing.queue import Claim, Entering, Flow, QueueEntry
 from gateway.tenants import Tenant
 
 
@@ -94,6 +94,7 @@ class LiveRequest:
         self.is_reserved = False
         self.remaining = Remaining()  # of the tenant's limits, when it was reserved
         self.is_enqueued = False
+        self.entering: Entering | None = None  # its enqueue, sent before it was known to be reserved
         self.admission: asyncio.Task[None] | None = None
         self.closing: asyncio.Task[None] | None = None
         self.arrived = arrived
@@ -171,12 +172,15 @@ class LiveRequest:
         self.pen = pen
 
     def enter_queue(self, now: float) -> None:
-        """It waits for the first time. Before the store knows: a claim may come before the store's answer does."""
-        self.lifecycle.advance(RequestState.QUEUED)
-        self.accepted_at = self.queued_at = now
+        """It waits for the first time, unless it does already: a claim may come before the store's answer does."""
+        if self.lifecycle.state is RequestState.RECEIVED:
+            self.lifecycle.advance(RequestState.ADMITTED)
+            self.lifecycle.advance(RequestState.QUEUED)
+            self.accepted_at = self.queued_at = now
 
     def begin(self, claim: Claim, now: float) -> None:
         """A worker is to take it."""
+        self.enter_queue(now)
         if self.lifecycle.state is not RequestState.QUEUED:
             self.lifecycle.advance(RequestState.QUEUED)
         self.lifecycle.advance(RequestState.DISPATCHED)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Coroutine, Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from common.errors import LimitExceededError, QuotaViolation
 from common.types import Reason
@@ -41,11 +41,12 @@ class Limiter(Protocol):
     """Tenant limits over all gateways. Every method is one atomic change; all but `reserve` raise
     UnavailableError(STORE_UNAVAILABLE) when the store cannot be reached."""
 
-    async def reserve(
+    def reserve(
         self, tenant: str, request_id: str, cost: Cost, limits: TenantLimits, *, patience_s: float = 60.0
-    ) -> Remaining:
+    ) -> Coroutine[Any, Any, Remaining]:
         """Takes the whole cost, or raises LimitExceededError and charges nothing. One charge per request id.
 
+        Sent by the call itself, and to be awaited for the answer.
         The error says when to come back, if that can help within the day, and what is left. A cancelled call is undone.
         If the store is silent for `patience_s` (0: is not asked), or cannot be reached, the gateway's share of the
         limits decides: it covers the cost, or UnavailableError(STORE_UNAVAILABLE) is raised. What the store then did

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Awaitable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import NamedTuple, Protocol
@@ -123,18 +123,46 @@ class Position:
     num_overtaken: int  # times that a later one was claimed as this one did not fit
 
 
+class Entering(Awaitable[bool], Protocol):
+    """An enqueue that was sent: a future of what comes of it."""
+
+    def done(self) -> bool:
+        """Whether that is known."""
+        ...
+
+    def cancel(self) -> bool:
+        """Undoes it, if that is not known yet."""
+        ...
+
+    def cancelled(self) -> bool:
+        """Whether it was undone."""
+        ...
+
+    def exception(self) -> BaseException | None:
+        """Why it failed."""
+        ...
+
+    def result(self) -> bool:
+        """Whether it entered. Raises `exception`."""
+        ...
+
+
 class Queue(Protocol):
     """One queue for the whole fleet. Every method is one atomic change; all raise UnavailableError(STORE_UNAVAILABLE)
     when the store cannot be reached. The store's clock is the only clock."""
 
-    async def enqueue(self, entry: QueueEntry, *, max_length: int, max_of_tenant: int | None = None) -> None:
-        """Adds a request at the end of the fresh work of its flow, or of the resumed work.
+    def enqueue(
+        self, entry: QueueEntry, *, max_length: int, max_of_tenant: int | None = None, if_reserved: bool = False
+    ) -> Entering:
+        """Adds a request at the end of the fresh work of its flow, or of the resumed work. Sent by the call itself.
 
+        False, and nothing is written, if it is to be added only with a reservation of its tenant's limits and has none:
+        so a caller need not wait for the answer of the limiter first, if both are in one store.
         Raises DuplicateRequestError if a live request has the id and LimitExceededError(QUEUE_FULL) if its band
         already holds `max_length` waiting requests, or all bands together `max_of_tenant` of its tenant; either way
         nothing is written, and the caller must not finish it.
-        A cancelled enqueue is withdrawn; one whose outcome the store did not tell may be repeated, and is else removed
-        with the next heartbeat.
+        One cancelled before its answer has come is withdrawn; one whose outcome the store did not tell may be repeated,
+        and is else removed with the next heartbeat.
         """
         ...
 

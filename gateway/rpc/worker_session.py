@@ -1,4 +1,4 @@
-"""One session with one worker over gRPC: a task reads events, another writes commands, a third watches for silence."""
+"""One session with one worker over gRPC: tasks that read events, pass them on, write commands, watch for silence."""
 
 from __future__ import annotations
 
@@ -25,6 +25,7 @@ _log = structlog.get_logger(__name__)
 _MAX_ADDED_BYTES = 1 << 16  # to a message with a command: far less than a worker takes
 _TOKENS_PER_TURN = 16
 """Of a step at once: with the writes that follow they keep other things from their turn for a millisecond."""
+_MAX_WAITING_EVENTS = 64  # read and not yet passed on; then the worker is read no further
 
 # Looks of the watchdog within the allowed silence: it is noticed at most a fifth too early, and late by no more than
 # this program's event loop is at the last look.
@@ -88,6 +89,9 @@ class GrpcWorkerSession:
         self.usage: BlockUsage | None = None  # as the worker said last
         self._current: dict[str, tuple[str, int]] = {}  # request id -> wire id and attempt of its latest submission
         self._request_ids: dict[str, str] = {}  # wire id -> request id, of the same
+        self._unheard: set[str] = set()  # wire ids of those that have produced nothing yet
+        self._arrived: asyncio.Queue[worker_pb2.SessionEvent | None] = asyncio.Queue(_MAX_WAITING_EVENTS)
+        self._is_read = False  # to the end
         self._num_silent_ticks = 0
 
     def __repr__(self) -> str:
@@ -122,6 +126,7 @@ class GrpcWorkerSession:
             self._forget(submission.request_id)
         self._current[submission.request_id] = (wire_id, submission.attempt)
         self._request_ids[wire_id] = submission.request_id
+        self._unheard.add(wire_id)
         self._commands.put_nowait(worker_codec.encode_submit(submission, wire_id))
 
     def abort(self, request_id: str, attempt: int) -> None:
@@ -162,9 +167,10 @@ class GrpcWorkerSession:
         try:
             events = aiter(call)
             await self._open(events)
-            async for event in events:
-                self._num_silent_ticks = 0
-                await self._on_event(event)
+            reading = asyncio.create_task(self._read(events))
+            helpers.append(reading)
+            await self._pass_on()
+            await reading
             self._close_if_draining()
         except grpc.aio.AioRpcError as error:
             failure = f"{error.code().name}: {error.details()}"
@@ -207,6 +213,34 @@ class GrpcWorkerSession:
             raise ProtocolError(f"a session with worker {self._worker_id} is open already")
         self._is_announced = True
 
+    async def _read(self, events: AsyncIterator[worker_pb2.SessionEvent]) -> None:
+        """Takes in events ahead of their passing on, which keeps their order. Raises what ends the stream."""
+        try:
+            async for event in events:
+                self._num_silent_ticks = 0
+                if self._unheard and event.HasField("step"):
+                    self._pass_first_outputs(event.step)
+                await self._arrived.put(event)
+        finally:
+            self._is_read = True
+            if self._arrived.empty():
+                self._arrived.put_nowait(None)  # for who waits
+
+    async def _pass_on(self) -> None:
+        """Passes on events until the last that was read."""
+        while not (self._is_read and self._arrived.empty()):
+            event = await self._arrived.get()
+            if event is not None:
+                await self._on_event(event)
+
+    def _pass_first_outputs(self, step: worker_pb2.Step) -> None:
+        """A request's first token does not wait for those of others, however many there are to be passed on."""
+        outputs = step.outputs
+        first = [number for number, output in enumerate(outputs) if output.request_id in self._unheard]
+        for number in reversed(first):
+            self._on_output(outputs[number])
+            del outputs[number]
+
     def _close_if_draining(self) -> None:
         """The worker itself has ended the stream, as a drain does at its bound: it hands back what it still has."""
         if self._state is WorkerState.DRAINING:
@@ -217,6 +251,7 @@ class GrpcWorkerSession:
             self._state = WorkerState.LOST
         self._current.clear()
         self._request_ids.clear()
+        self._unheard.clear()
         if self._is_announced:
             self._listener.on_end(self._worker_id, self._epoch, self._state)
 
@@ -238,24 +273,29 @@ class GrpcWorkerSession:
                 raise ProtocolError(f"unexpected event {kind}")
 
     async def _on_step(self, step: worker_pb2.Step) -> None:
-        find, decode, on_tokens = self._request_ids.get, worker_codec.decode_output, self._listener.on_tokens
+        on_output = self._on_output
         for number, output in enumerate(step.outputs):  # the inner loop: once for every token
             if number % _TOKENS_PER_TURN == 0 and number:
                 await asyncio.sleep(0)  # a new request, which takes several turns, is not to wait for all in each
-            request_id = find(output.request_id)
-            if request_id is None:  # that submission is no longer of interest
-                self._listener.on_late_tokens(len(output.token_ids))
-                continue
-            event = decode(output, request_id)
-            if event.finish_reason is not None:
-                self._forget(request_id)
-            on_tokens(self._worker_id, event)
+            on_output(output)
         if step.HasField("usage"):
             accounted = tuple(self._claim_refs(step.usage))
             self.usage = worker_codec.decode_usage(step.usage, accounted)
             self._listener.on_usage(self._worker_id, self.usage)
         if step.loop_age_s > self._settings.max_loop_age_s:
             raise ProtocolError(f"the engine loop has made no progress for {step.loop_age_s:.1f} s")
+
+    def _on_output(self, output: worker_pb2.RequestOutput) -> None:
+        wire_id = output.request_id
+        request_id = self._request_ids.get(wire_id)
+        if request_id is None:  # that submission is no longer of interest
+            self._listener.on_late_tokens(len(output.token_ids))
+            return
+        self._unheard.discard(wire_id)
+        event = worker_codec.decode_output(output, request_id)
+        if event.finish_reason is not None:
+            self._forget(request_id)
+        self._listener.on_tokens(self._worker_id, event)
 
     def _on_rejected(self, rejected: worker_pb2.Rejected) -> None:
         request_id = self._request_ids.get(rejected.request_id)
@@ -271,6 +311,7 @@ class GrpcWorkerSession:
         """What still comes of its latest submission is of no interest."""
         wire_id, _ = self._current.pop(request_id)
         del self._request_ids[wire_id]
+        self._unheard.discard(wire_id)
 
     def _claim_refs(self, usage: worker_pb2.BlockUsage) -> list[ClaimRef]:
         refs = []

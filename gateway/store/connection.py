@@ -170,10 +170,16 @@ class Link:
         self._trunk.know(script)
         return script
 
-    def send(self, script: Script, keys: Sequence[str], arguments: Sequence[Argument]) -> asyncio.Future[Any]:
-        """Sends a script now. The reply fails with UnavailableError(STORE_UNAVAILABLE) if the store is out of reach."""
+    def send(
+        self, script: Script, keys: Sequence[str], arguments: Sequence[Argument], *, at_once: bool = False
+    ) -> asyncio.Future[Any]:
+        """Sends a script. The reply fails with UnavailableError(STORE_UNAVAILABLE) if the store is out of reach.
+
+        `at_once`: what was sent in this turn of the loop up to here does not wait for its end, for a write of its own.
+        """
         reply = asyncio.get_running_loop().create_future()
-        self._trunk.wire().send(script.pack(keys, arguments), Call(script.source, keys, arguments, reply))
+        call = Call(script.source, keys, arguments, reply)
+        self._trunk.wire().send(script.pack(keys, arguments), call, at_once=at_once)
         return reply
 
     async def is_answered(self, step: asyncio.Future[Any], patience_s: float) -> bool:

@@ -18,13 +18,16 @@ class Patience:
         self._quiet_s = 0.0  # for which somebody has waited since it was heard last
         self._is_heard = False  # since the last look
         self._looked_at = 0.0
-        self._waiters: dict[asyncio.Future[None], float] = {}  # with their patience in seconds
+        self._waiters: dict[asyncio.Future[None], tuple[asyncio.Future[Any], float]] = {}  # for what, in seconds
         self._timer: asyncio.TimerHandle | None = None
 
     def heard(self) -> None:
-        """The server has said something."""
+        """The server has said something, and its answers have been handed out."""
         self._quiet_s = 0.0
         self._is_heard = True
+        for waiter, (step, _) in self._waiters.items():
+            if step.done() and not waiter.done():  # a turn of the loop before the step itself tells
+                waiter.set_result(None)
 
     async def is_answered(self, step: asyncio.Future[Any], patience_s: float) -> bool:
         """Waits for calls to end; False once the server has been silent for so long."""
@@ -37,7 +40,7 @@ class Patience:
             if not waiter.done():
                 waiter.set_result(None)
 
-        self._waiters[waiter] = patience_s
+        self._waiters[waiter] = step, patience_s
         if self._timer is None:
             self._is_heard, self._looked_at = False, loop.time()
             self._timer = loop.call_later(_TICK_S, self._look)
@@ -62,6 +65,6 @@ class Patience:
             self._is_heard = False
             return
         self._quiet_s += passed_s
-        for waiter, patience_s in self._waiters.items():
+        for waiter, (_, patience_s) in self._waiters.items():
             if self._quiet_s >= patience_s and not waiter.done():
                 waiter.set_result(None)

@@ -40,9 +40,10 @@ class RedisLedger:
         self._reaping = self._link.script("ledger_reap", ("clock", "common", "limits"))
         self._reaping_keys = [*keys.pool_keys(), keys.ledger, keys.ledger_owners]
 
-    async def open(self, record: UsageRecord) -> None:
+    def open(self, record: UsageRecord) -> asyncio.Future[Any]:
         """Says that a request is accepted. See `Ledger.open`."""
-        await self._send("ledger_open", self._gateway_id, record.record_id, _packed(record))
+        arguments = (self._gateway_id, record.record_id, _packed(record))
+        return self._link.send(self._scripts["ledger_open"], self._keys, arguments, at_once=True)
 
     async def note(self, records: Sequence[UsageRecord]) -> None:
         """Renews open records. See `Ledger.note`."""

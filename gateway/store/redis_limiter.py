@@ -74,14 +74,25 @@ class RedisLimiter:
     def __repr__(self) -> str:
         return f"RedisLimiter(pool={self._keys.pool}, running={len(self._accounts.running)})"
 
-    async def reserve(
+    def reserve(
         self, tenant: str, request_id: str, cost: Cost, limits: TenantLimits, *, patience_s: float = 60.0
-    ) -> Remaining:
+    ) -> Coroutine[Any, Any, Remaining]:
         """Takes the whole cost, or raises LimitExceededError and writes nothing. See `Limiter.reserve`."""
+        reply = None if patience_s <= 0 else self._take(tenant, request_id, cost.num_tokens, limits)
+        return self._reserved(reply, tenant, request_id, cost, limits, patience_s)
+
+    async def _reserved(
+        self,
+        reply: asyncio.Future[list[int]] | None,
+        tenant: str,
+        request_id: str,
+        cost: Cost,
+        limits: TenantLimits,
+        patience_s: float,
+    ) -> Remaining:
         account, tokens = self._accounts.of(tenant, limits), cost.num_tokens
-        if patience_s <= 0:
+        if reply is None:
             return self._admit(account, tenant, request_id, cost, limits)
-        reply = self._take(tenant, request_id, tokens, limits)
         try:
             is_answered = await self._link.is_answered(reply, patience_s)
             if is_answered and reply.result()[0] > _BY_SHARES and account.share.held != NOTHING:

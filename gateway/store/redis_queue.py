@@ -8,7 +8,13 @@ from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from common.errors import DuplicateRequestError, LimitExceededError, QuotaViolation, UnavailableError
+from common.errors import (
+    DuplicateRequestError,
+    LimitExceededError,
+    QuotaViolation,
+    TidegateError,
+    UnavailableError,
+)
 from common.types import Band
 from gateway.queueing.queue import (
     Claim,
@@ -47,6 +53,7 @@ _PRELUDES = ("clock", "common", "flows")
 _ALREADY_LIVE = -1
 _BAND_FULL = -2
 _TENANT_FULL = -3
+_NOT_RESERVED = -4
 _NO_LIMIT = 2**53
 
 
@@ -125,14 +132,11 @@ class RedisQueue:
     def __repr__(self) -> str:
         return f"RedisQueue(pool={self._keys.pool}, gateway={self._gateway_id}, live={len(self._live)})"
 
-    async def enqueue(self, entry: QueueEntry, *, max_length: int, max_of_tenant: int | None = None) -> None:
+    def enqueue(
+        self, entry: QueueEntry, *, max_length: int, max_of_tenant: int | None = None, if_reserved: bool = False
+    ) -> asyncio.Future[bool]:
         """Adds a request at the end of its flow. See `Queue.enqueue`; the caller must not finish a duplicate."""
-        if entry.request_id in self._doubtful:  # an earlier try of it may have reached the store
-            self._doubtful.discard(entry.request_id)
-            await self._finish(entry.request_id, "")
-        reply = self._send_for(
-            entry.request_id,
-            "enqueue",
+        arguments: list[Argument] = [
             entry.request_id,
             entry.owner,
             entry.model,
@@ -147,34 +151,62 @@ class RedisQueue:
             entry.attempt,
             int(entry.is_resumed),
             _cached_blocks(entry),
-        )
-        try:
-            arrival: int = await asyncio.shield(reply)
-        except asyncio.CancelledError:
-            self._link.start(self._withdraw(reply, entry.request_id))
-            raise
-        if arrival == _ALREADY_LIVE:
-            raise DuplicateRequestError("a request with this id is being served")
-        if arrival == _BAND_FULL:
-            raise LimitExceededError(f"the queue of the {entry.band.name.lower()} band is full ({max_length} waiting)")
-        if arrival == _TENANT_FULL:
-            message = f"the tenant has {max_of_tenant} waiting requests, the most that is allowed"
-            raise LimitExceededError(message, quotas=[QuotaViolation(f"tenant:{entry.tenant}", message)])
-        self._live.add(entry.request_id)
-        self._doubtful.discard(entry.request_id)
+            int(if_reserved),
+        ]
+        entering: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
+        refusals = {_BAND_FULL: max_length, _TENANT_FULL: max_of_tenant or 0}
 
-    async def _withdraw(self, enqueueing: asyncio.Future[Any], request_id: str) -> None:
-        """Undoes an enqueue whose caller was cancelled, and no later one of the same id."""
-        await asyncio.wait([enqueueing])
-        if enqueueing.exception() is None and enqueueing.result() >= 0:
-            await self._finish(request_id, str(enqueueing.result()))
+        def send() -> None:
+            reply = self._send_for(entry.request_id, "enqueue", *arguments, at_once=True)
+            reply.add_done_callback(lambda reply: self._decide(entry, refusals, reply, entering))
+
+        if entry.request_id in self._doubtful:  # an earlier try of it may have reached the store
+            self._link.start(self._send_anew(entry.request_id, send, entering))
+        else:
+            send()
+        return entering
+
+    async def _send_anew(self, request_id: str, send: Callable[[], None], entering: asyncio.Future[bool]) -> None:
+        self._doubtful.discard(request_id)
+        try:
+            await self._finish(request_id, "")
+        except UnavailableError as error:
+            if not entering.done():
+                entering.set_exception(error)
+        else:
+            send()
+
+    def _decide(
+        self,
+        entry: QueueEntry,
+        limits: Mapping[int, int],
+        reply: asyncio.Future[int],
+        entering: asyncio.Future[bool],
+    ) -> None:
+        """What has become of an enqueue. One whose caller was cancelled is undone, and no later one of the same id."""
+        if reply.cancelled():
+            return
+        error = reply.exception()
+        arrival = _ALREADY_LIVE if error is not None else reply.result()
+        if arrival >= 0 and entering.cancelled():
+            self._link.start(self._finish(entry.request_id, str(arrival)))
+        if entering.done():
+            return
+        if arrival >= 0:
+            self._live.add(entry.request_id)
+            self._doubtful.discard(entry.request_id)
+        if arrival >= 0 or arrival == _NOT_RESERVED:
+            entering.set_result(arrival != _NOT_RESERVED)
+        else:
+            entering.set_exception(error or _refusal(entry, arrival, limits))
+            entering.exception()  # seen: whoever asked may have gone meanwhile
 
     async def dispatch(self, reports: Sequence[WorkerReport] = ()) -> list[Claim]:
         """Takes in reports, then claims requests in policy order while some worker has credit. See `Queue.dispatch`."""
         arguments: list[Argument] = [*self._policy, len(reports)]
         for report in reports:
             arguments += _report_arguments(report)
-        claims = await self._run("dispatch", *arguments)
+        claims = await self._send("dispatch", *arguments, at_once=True)
         return [_claim(*(text(field) for field in claim)) for claim in claims]
 
     async def requeue(self, entry: QueueEntry, *, attempt: int, place: Place) -> bool:
@@ -283,19 +315,31 @@ class RedisQueue:
     async def _run(self, name: str, *arguments: Argument) -> Any:
         return await self._send(name, *arguments)
 
-    def _send(self, name: str, *arguments: Argument) -> asyncio.Future[Any]:
-        return self._link.send(self._scripts[name], self._pool_keys, (self._keys.prefix, *arguments))
+    def _send(self, name: str, *arguments: Argument, at_once: bool = False) -> asyncio.Future[Any]:
+        keys, with_prefix = self._pool_keys, (self._keys.prefix, *arguments)
+        return self._link.send(self._scripts[name], keys, with_prefix, at_once=at_once)
 
-    def _send_for(self, request_id: str, name: str, *arguments: Argument) -> asyncio.Future[Any]:
+    def _send_for(self, request_id: str, name: str, *arguments: Argument, at_once: bool = False) -> asyncio.Future[Any]:
         """Sends what changes a request; without an answer, be there still a caller or not, it is in doubt."""
 
         def note(reply: asyncio.Future[Any]) -> None:
             if not reply.cancelled() and isinstance(reply.exception(), UnavailableError):
                 self._doubtful.add(request_id)
 
-        reply = self._send(name, *arguments)
+        reply = self._send(name, *arguments, at_once=at_once)
         reply.add_done_callback(note)
         return reply
+
+
+def _refusal(entry: QueueEntry, arrival: int, limits: Mapping[int, int]) -> TidegateError:
+    """Of the store, which said `arrival`."""
+    if arrival == _ALREADY_LIVE:
+        return DuplicateRequestError("a request with this id is being served")
+    if arrival == _BAND_FULL:
+        band = entry.band.name.lower()
+        return LimitExceededError(f"the queue of the {band} band is full ({limits[arrival]} waiting)")
+    message = f"the tenant has {limits[arrival]} waiting requests, the most that is allowed"
+    return LimitExceededError(message, quotas=[QuotaViolation(f"tenant:{entry.tenant}", message)])
 
 
 def _cached_blocks(entry: QueueEntry) -> str:

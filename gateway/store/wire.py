@@ -94,16 +94,21 @@ class Wire(asyncio.Protocol):
             self._order(("SCRIPT", "LOAD", source), lambda done: done.cancelled() or done.exception())
         self._connecting = self._loop.create_task(self._connect())
 
-    def send(self, packed: bytes, call: Call) -> None:
-        """Sends a command behind all others; its reply is the call's."""
+    def send(self, packed: bytes, call: Call, *, at_once: bool = False) -> None:
+        """Sends a command behind all others; its reply is the call's.
+
+        `at_once`: it is written now, with all that waits for its turn, and not with what the rest of this one adds.
+        """
         if not self._calls:
             self._heard_at = self._loop.time()
             if self._timer is None:
                 self._timer = self._loop.call_later(self._timeout_s, self._look)
         self._calls.append(call)
-        if not self._unsent and self._transport is not None:
+        if not self._unsent and self._transport is not None and not at_once:
             self._loop.call_soon(self._flush)
         self._unsent.append(packed)
+        if at_once:
+            self._flush()
 
     def _greet(self) -> None:
         """What a server has to be told first."""
@@ -140,12 +145,14 @@ class Wire(asyncio.Protocol):
         self._transport = cast(asyncio.WriteTransport, transport)
         if self.is_over:
             self._transport.abort()
-        elif self._unsent:
+        else:
             self._flush()
 
     def _flush(self) -> None:
+        if self._transport is None or not self._unsent:
+            return
         # One that is closing would raise; that it is lost is told next.
-        if self._transport is not None and not self.is_over and not self._transport.is_closing():
+        if not self.is_over and not self._transport.is_closing():
             self._transport.write(b"".join(self._unsent))
         self._unsent.clear()
 
@@ -155,12 +162,12 @@ class Wire(asyncio.Protocol):
             return
         self._reader.feed(data)
         self._heard_at = self._loop.time()
-        self._on_heard()
         try:
             while (reply := self._reader.gets(False)) is not _NOTHING and self._calls:
                 self._answer(self._calls.popleft(), reply)
         except hiredis.ProtocolError as error:
             self._end(error)
+        self._on_heard()
         if self._drained is not None and not self._drained.done() and not self._calls:
             self._drained.set_result(None)
 

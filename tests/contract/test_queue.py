@@ -10,9 +10,13 @@ import pytest
 import pytest_asyncio
 import redis
 
+from common.clock import SystemClock
 from common.errors import DuplicateRequestError, LimitExceededError
 from common.types import Band, Reason
+from gateway.admission.limiter import Cost
+from gateway.admission.limits import TenantLimits
 from gateway.queueing.queue import Claim, InboxMessage, Place, Queue, WorkerRecord
+from gateway.store.redis_limiter import RedisLimiter
 from gateway.store.redis_queue import QueueSettings, RedisQueue
 from tests.support.queueing import entry, eventually, ids, report
 from tests.support.redis import pool_keys, request_keys
@@ -678,6 +682,23 @@ class TestLife:
         assert await queue.owner_of("c") is None
         await queue.enqueue(entry("c", band=Band.LOW), max_length=2)
         await finish(queue, "a", "b", "c")
+
+    async def test_one_that_needs_a_reservation_enters_with_it_only(
+        self, queue: Queue, redis_url: str, pool: str, redis_client: redis.Redis
+    ) -> None:
+        limiter = RedisLimiter(redis_url, pool=pool, gateway_id="g1", clock=SystemClock(), uniform=lambda low, _: low)
+        try:
+            before = redis_client.keys(f"*{pool}*")
+            assert not await queue.enqueue(entry("a", tenant="acme"), max_length=9, if_reserved=True)
+            assert redis_client.keys(f"*{pool}*") == before, "a refusal writes nothing"
+            await limiter.reserve("acme", "a", Cost(1, 1), TenantLimits(max_concurrent=1))
+            assert await queue.enqueue(entry("a", tenant="acme"), max_length=9, if_reserved=True)
+            assert ids(await queue.dispatch([report()])) == ["a"]
+            await finish(queue, "a")
+            await limiter.settle("acme", "a", num_prompt_tokens=1, num_output_tokens=1)
+            assert not await queue.enqueue(entry("a", tenant="acme"), max_length=9, if_reserved=True)
+        finally:
+            await limiter.close()
 
     async def test_a_claim_makes_room_in_its_band(self, queue: Queue) -> None:
         await queue.enqueue(entry("a"), max_length=1)

@@ -18,6 +18,7 @@ local function inbox_key(gateway) return PREFIX .. 'inbox:' .. gateway end
 local function worker_key(worker) return PREFIX .. 'worker:' .. worker end
 local function serving_key(model) return PREFIX .. 'serving:' .. model end
 local function claims_key(worker) return PREFIX .. 'claims:' .. worker end
+local function reservation_key(id) return PREFIX .. 'reservation:' .. id end -- of the limiter
 
 local NOW = read_clock()
 

@@ -13,7 +13,6 @@ local RECALLED = PREFIX .. 'recalled'
 local function window_key(tenant) return PREFIX .. 'window:' .. tenant end
 local function day_key(tenant) return PREFIX .. 'day:' .. tenant end
 local function running_key(tenant) return PREFIX .. 'running:' .. tenant end
-local function reservation_key(id) return PREFIX .. 'reservation:' .. id end
 local function shares_key(tenant) return PREFIX .. 'shares:' .. tenant end
 
 -- Gives a request its concurrency slot for so many microseconds from now.

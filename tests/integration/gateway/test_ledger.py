@@ -12,6 +12,7 @@ import redis
 
 from common.clock import SystemClock
 from common.errors import UnavailableError
+from common.types import Reason
 from gateway.admission.limiter import Cost
 from gateway.admission.limits import TenantLimits
 from gateway.app import GatewayApp
@@ -65,6 +66,37 @@ async def test_what_is_refused_is_not_recorded(rig: Rig, redis_client: redis.Red
     assert (await client.ask(model="nobody")).error is not None
     assert (await client.ask()).error is None
     assert [record["outcome"] for record in await closed(redis_client, pool, 1)] == ["completed"]
+
+
+async def test_books_that_could_not_be_opened_are_opened_while_the_answer_goes_on(
+    rig: Rig, redis_client: redis.Redis, pool: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    worker = await rig.worker(step_s=None)
+    app, client = await rig.serving(worker)
+    ledger, num_tries = app._books._ledger, 0
+    opening = ledger.open
+
+    def open_at_third_try(record: UsageRecord) -> asyncio.Future[Any]:
+        nonlocal num_tries
+        num_tries += 1
+        if num_tries == 3:
+            return opening(record)
+        failed = asyncio.get_running_loop().create_future()
+        failed.set_exception(UnavailableError("no answer", reason=Reason.STORE_UNAVAILABLE))
+        return failed
+
+    monkeypatch.setattr(ledger, "open", open_at_third_try)
+    asked = asyncio.create_task(client.ask(request_id="mine", sampling={"max_tokens": 2}))
+    await worker.wait_for(lambda: len(worker.running) == 1)
+    open_records = PoolKeys(pool).open_records(app.gateway_id)
+    await eventually(lambda: redis_client.hlen(open_records) == 1)
+    assert num_tries == 3
+    for _ in range(2):
+        await worker.step()
+    assert (await asked).error is None
+    [record] = await closed(redis_client, pool, 1)
+    assert (record["request_id"], record["outcome"], record["generated_tokens"]) == ("acme/mine", "completed", "2")
+    await eventually(lambda: redis_client.hlen(open_records) == 0)
 
 
 async def test_what_a_lost_worker_had_computed_is_recorded_as_recomputed(

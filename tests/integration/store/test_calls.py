@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator
 
 import pytest
@@ -121,3 +122,19 @@ async def test_a_link_says_who_it_is_and_selects_its_database(tmp_path_factory: 
             else:
                 assert await link.send(get, ["who"], []) == answer
             await link.close()
+
+
+async def test_what_is_sent_at_once_is_on_its_way_before_the_program_goes_on(
+    link: Link, redis_client: redis.Redis, pool: str
+) -> None:
+    put, keys = script("return redis.call('SET', KEYS[1], ARGV[1])"), [f"{pool}:{name}" for name in "abc"]
+    await link.send(put, keys[:1], ["connected"])
+    calls = [link.send(put, keys[:1], ["with it"]), link.send(put, keys[1:2], ["at once"], at_once=True)]
+    calls.append(link.send(put, keys[2:], ["later"]))
+    end = time.monotonic() + 30
+    while redis_client.get(keys[1]) is None and time.monotonic() < end:  # the event loop gets no turn meanwhile
+        pass
+    assert redis_client.mget(keys) == ["with it", "at once", None], "in order"
+    await asyncio.gather(*calls)
+    assert redis_client.get(keys[2]) == "later"
+    redis_client.delete(*keys)

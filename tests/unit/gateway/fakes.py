@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -99,9 +100,18 @@ class FakeQueue:
         if self.is_down:
             raise UnavailableError("down", reason=Reason.STORE_UNAVAILABLE)
 
-    async def enqueue(self, entry: QueueEntry, *, max_length: int, max_of_tenant: int | None = None) -> None:
-        self._answer()
-        self.enqueued.append(entry)
+    def enqueue(
+        self, entry: QueueEntry, *, max_length: int, max_of_tenant: int | None = None, if_reserved: bool = False
+    ) -> asyncio.Future[bool]:
+        entering: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
+        try:
+            self._answer()
+        except UnavailableError as error:
+            entering.set_exception(error)
+        else:
+            self.enqueued.append(entry)
+            entering.set_result(True)
+        return entering
 
     async def dispatch(self, reports: Sequence[WorkerReport] = ()) -> list[Claim]:
         self._answer()

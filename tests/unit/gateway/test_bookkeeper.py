@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -37,9 +38,12 @@ class FakeLedger:
         if self.is_down:
             raise UnavailableError("down", reason=Reason.STORE_UNAVAILABLE)
 
-    async def open(self, record: UsageRecord) -> None:
-        self._answer()
-        self.opened.append(record)
+    def open(self, record: UsageRecord) -> asyncio.Future[None]:
+        async def opening() -> None:
+            self._answer()
+            self.opened.append(record)
+
+        return asyncio.ensure_future(opening())
 
     async def note(self, records: Sequence[UsageRecord]) -> None:
         self._answer()

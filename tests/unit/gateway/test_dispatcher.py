@@ -43,7 +43,6 @@ class Bench:
     def enqueued(self, request_id: str = "r1") -> LiveRequest:
         live = live_request(request_id)
         self.dispatcher.register(live)
-        live.lifecycle.advance(RequestState.ADMITTED)
         live.enter_queue(100.0)
         return live
 

@@ -16,7 +16,7 @@ from gateway.admission.limits import NO_LIMITS, TenantLimits
 from gateway.background import Background
 from gateway.dispatcher import Dispatcher, DispatcherSettings
 from gateway.housekeeper import Housekeeper, HousekeeperSettings
-from gateway.lifecycle import RequestState, gone
+from gateway.lifecycle import gone
 from gateway.live import LiveRequest
 from gateway.placement.fleet import Fleet
 from gateway.placement.worker import RejectedEvent, WorkerState
@@ -38,7 +38,6 @@ class Bench:
     def enqueued(self, request_id: str = "r1", limits: TenantLimits = NO_LIMITS) -> LiveRequest:
         live = live_request(request_id, limits=limits)
         self.dispatcher.register(live)
-        live.lifecycle.advance(RequestState.ADMITTED)
         live.enter_queue(self.clock.now)
         return live
 
