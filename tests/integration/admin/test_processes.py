@@ -29,8 +29,10 @@ from protos.inference.v1 import inference_pb2
 from tests.integration.gateway.rig import Client, generate_request
 from tests.support.scripted_worker import ScriptedWorker
 
+pytestmark = pytest.mark.timeout(900)
+
 ADMIN_KEY = "operators-secret"
-LIMIT_S = 120.0
+LIMIT_S = 240.0
 NUM_CLIENTS = 24  # all of them at one of two gateways: once in eight million times
 
 

@@ -32,6 +32,8 @@ from tests.support.models import random_model, save_folder
 from tests.unit.bench.doctor.clinic import Bounds, Patient
 from worker.model.weights import load_model
 
+pytestmark = pytest.mark.timeout(600)
+
 MAX_NUM_SEQS, MAX_NUM_BATCHED_TOKENS = 4, 64
 A_MINUTE_S = 60.0
 
@@ -68,7 +70,7 @@ async def deployment(rig: Rig, tmp_path: Path) -> AsyncIterator[Deployment]:
     env |= os.environ | {"TIDEGATE_FLEET_KEY": FLEET_KEY}
     child = await Child.start("worker", [sys.executable, "-m", "worker"], env, tmp_path)
     try:
-        async with asyncio.timeout(120):
+        async with asyncio.timeout(240):
             await wait_until_serving(listen)
         tenants = {"key-acme": Tenant("acme", Band.NORMAL, 1, TenantLimits(requests_per_minute=3))}
         app = await rig.gateway(workers=listen, tenants_by_key=tenants, metrics_listen=gateway_metrics)

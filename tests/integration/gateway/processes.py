@@ -34,7 +34,7 @@ async def scripted_worker_process(folder: Path, **fields: Any) -> AsyncIterator[
     command = [sys.executable, "-m", "tests.support.scripted_worker", json.dumps(fields)]
     child = await Child.start(name, command, os.environ, folder)
     try:
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(240):
             while not child.tail():  # it writes its port when it listens
                 assert child.is_running, await child.died()
                 await asyncio.sleep(0.02)

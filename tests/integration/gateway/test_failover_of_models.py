@@ -19,6 +19,9 @@ from launcher.process import Child
 from tests.integration.gateway.rig import FLEET_KEY, Answer, Rig, eventually, generate_request, read, reason_of
 from tests.support.models import random_model, save_folder
 
+pytestmark = pytest.mark.timeout(900)
+
+START_S = 240.0  # for the programs to load what they need, on any machine
 NUM_TOKENS = 160
 GREEDY = {"temperature": 0, "ignore_eos": True, "max_tokens": NUM_TOKENS, "logprobs": 2, "repetition_penalty": 1.1}
 SEEDED = {
@@ -73,7 +76,7 @@ async def workers(
             stack.push_async_callback(child.stop, drain_s=10)
             children.append(child)
         for address in addresses:
-            async with asyncio.timeout(120):
+            async with asyncio.timeout(START_S):
                 await wait_until_serving(address)
         yield list(zip(children, addresses, strict=True))
 
@@ -97,8 +100,8 @@ async def test_no_byte_changes_when_a_worker_leaves(
     )
     client = await rig.client(app)
     await eventually(lambda: app.fleet.num_ready("tiny") == 2)
-    undisturbed = await asyncio.gather(*(read(client.generate(request, timeout=120)) for request in requests()))
-    asked = [asyncio.create_task(read(client.generate(request, timeout=120))) for request in requests()]
+    undisturbed = await asyncio.gather(*(read(client.generate(request, timeout=300)) for request in requests()))
+    asked = [asyncio.create_task(read(client.generate(request, timeout=300))) for request in requests()]
 
     def on_first() -> list[int]:
         claims = [(live.claim, len(live.output_token_ids)) for live in app.dispatcher.live]
@@ -127,8 +130,8 @@ async def test_no_byte_changes_when_workers_short_of_memory_hand_requests_back(
         generate_request(f"Once upon a time {n % 2}", sampling={**sampling, "max_tokens": 280}, return_token_ids=True)
         for n, sampling in enumerate([GREEDY, SEEDED] * 2)
     ]
-    undisturbed = await asyncio.gather(*(read(client.generate(request, timeout=120)) for request in kinds))
-    crowded = await asyncio.gather(*(read(client.generate(request, timeout=120)) for request in kinds * 4))
+    undisturbed = await asyncio.gather(*(read(client.generate(request, timeout=300)) for request in kinds))
+    crowded = await asyncio.gather(*(read(client.generate(request, timeout=300)) for request in kinds * 4))
     for answer, expected in zip(crowded, undisturbed * 4, strict=True):
         assert_same(answer, expected, 280)
     handed_back = {"cause": "handed_back"}

@@ -42,7 +42,7 @@ def test_what_stops_the_start_is_said_in_one_line(
     tmp_path: Path, flags: tuple[str, ...], tenants: object, words: list[str]
 ) -> None:
     process = start(tmp_path, *flags, tenants=tenants)
-    _, said = process.communicate(timeout=120)
+    _, said = process.communicate(timeout=240)
     assert process.returncode == 1
     lines = [line for line in said.splitlines() if line.startswith("gateway: ")]
     assert len(lines) == 1
@@ -60,7 +60,7 @@ def test_a_signal_ends_it_well_and_its_redis_with_it(tmp_path: Path, number: sig
     children = psutil.Process(process.pid).children(recursive=True)
     assert [child for child in children if "redis" in child.name()]
     process.send_signal(number)
-    _, said = process.communicate(timeout=120)
+    _, said = process.communicate(timeout=240)
     assert process.returncode == 0
     assert '"gateway_stopped"' in said
     assert "Traceback" not in said
