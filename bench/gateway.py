@@ -1,8 +1,9 @@
 """What a gateway adds to tokens and requests, beside a worker without a model: `python -m bench.gateway`.
 
-Redis, a null worker, one gateway program and this process, which is the clients, share the machine. Tokens carry the
-time at which the null worker sent them, so every delay is the gateway's, the wire's and this process's together. What
-each of them takes of the processors is measured too: where they have none left, delays say nothing of the gateway.
+Redis, null workers in one process, one gateway program and this process, which is the clients, share the machine.
+Tokens carry the time at which their worker sent them, so every delay is the gateway's, the wire's and this process's
+together. What each of them takes of the processors is measured too: where they have none left, delays say nothing of
+the gateway.
 """
 
 from __future__ import annotations
@@ -44,6 +45,7 @@ NUM_CONNECTIONS = 8
 OUTPUT_TOKENS = (50, 150)  # of a streamed request, drawn evenly
 ADMISSIONS_IN_FLIGHT = 128
 MAX_LEDGER_RECORDS = 10_000  # so that a soak comes to the bound of the ledger, and memory to its own
+NUM_SPARE_SLOTS = 64  # of the workers, beyond one for each stream
 RAMP_S = 5.0
 START_S = 60.0
 MIB = 2**20
@@ -103,21 +105,22 @@ class Deployment:
 
 @asynccontextmanager
 async def deployment(plan: Plan, source: Path) -> AsyncIterator[Deployment]:
-    """Runs the gateway of a source tree beside this tree's null worker."""
-    worker, gateway = (f"127.0.0.1:{port}" for port in free_ports(2))
+    """Runs the gateway of a source tree beside this tree's null workers."""
+    num_workers = -(-(plan.num_streams + NUM_SPARE_SLOTS) // plan.batch)
+    gateway, *workers = (f"127.0.0.1:{port}" for port in free_ports(1 + num_workers))
     async with AsyncExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="tidegate-bench-")))
         redis = stack.enter_context(LocalRedis())
         (folder / "tenants.json").write_text(json.dumps({"tenants": [_tenant()]}))
-        flags = ["--rate", str(plan.rate), "--batch", str(plan.batch), "--max-num-seqs", str(plan.num_streams + 64)]
-        command = [sys.executable, "-m", "bench.null_worker", "--listen", worker, *flags]
+        flags = ["--rate", str(plan.rate), "--max-num-seqs", str(plan.batch)]
+        command = [sys.executable, "-m", "bench.null_worker", *workers, *flags]
         children = [await Child.start("worker", command, os.environ, folder)]
         stack.push_async_callback(children[0].stop, drain_s=1.0)
         settings = {
             "TIDEGATE_REDIS_URL": redis.url,
             "TIDEGATE_GATEWAY_LISTEN": gateway,
             "TIDEGATE_GATEWAY_METRICS_LISTEN": "",
-            "TIDEGATE_GATEWAY_WORKERS": worker,
+            "TIDEGATE_GATEWAY_WORKERS": ",".join(workers),
             "TIDEGATE_GATEWAY_TENANTS_FILE": str(folder / "tenants.json"),
             "TIDEGATE_GATEWAY_LOG_FORMAT": "json",
             "TIDEGATE_GATEWAY_LEDGER_MAX_RECORDS": str(MAX_LEDGER_RECORDS),
@@ -271,7 +274,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Measure what a gateway adds to tokens and requests.")
     parser.add_argument("--streams", type=int, default=500, help="streams at once")
     parser.add_argument("--rate", type=float, default=20.0, help="tokens a second of each")
-    parser.add_argument("--batch", type=int, default=64, help="requests of the null worker that step together")
+    parser.add_argument("--batch", type=int, default=64, help="requests of a null worker, which step together")
     parser.add_argument("--seconds", type=float, default=30.0, help="of streaming that are measured; a soak is 600")
     parser.add_argument("--admission-seconds", type=float, default=10.0, help="of admissions at saturation")
     parser.add_argument("--processes", type=int, default=1, help="processes of the gateway program")

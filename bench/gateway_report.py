@@ -75,7 +75,7 @@ ROWS = (
     ("tokens_per_s", "tokens/s delivered", 0),
     ("cpu_us_per_token", "gateway CPU per token (µs)", 1),
     ("gateway_cpu", "gateway CPU while streaming (cores)", 2),
-    ("worker_cpu", "null worker's CPU while streaming (cores)", 2),
+    ("worker_cpu", "null workers' CPU while streaming (cores)", 2),
     ("redis_cpu", "Redis's CPU while streaming (cores)", 2),
     ("clients_cpu", "clients' CPU while streaming (cores)", 2),
     ("admissions_per_s", "admissions/s at saturation", 0),
@@ -95,7 +95,7 @@ def describe(plan: Plan, results: dict[str, list[Result]], busy: float) -> str:
             f"{now}, {machine()}. Just before, other work took {busy:.1f} of its cores, with a load average of "
             f"{os.getloadavg()[2]:.0f}: what that work takes away is in every figure but CPU per token and admission.",
             f"{plan.num_streams} streams at {plan.rate:g} tokens/s each for {plan.seconds:g} s, {processes}, "
-            f"worker batches of {plan.batch}; medians of {len(results[list(results)[-1]])} round(s).",
+            f"null workers of {plan.batch} requests; medians of {len(results[list(results)[-1]])} round(s).",
             "",
             markdown_table(table(results)),
             "",

@@ -1,8 +1,8 @@
-"""A worker without a model: its tokens come by a schedule, and each says when it was sent.
+"""Workers without a model: their tokens come by a schedule, and each says when it was sent.
 
-`python -m bench.null_worker --listen 127.0.0.1:7000` serves the real worker protocol. A request's first token comes at
-once, the others at `--rate` tokens a second. Requests are spread over batches of `--batch`, whose steps are evenly
-staggered, as those of several engines would be. A token's text is its send time: four hexadecimal digits, in tenths of
+`python -m bench.null_worker 127.0.0.1:7000 127.0.0.1:7001` serves the real worker protocol at each address, as a worker
+of its own. A request's first token comes at once, the others at `--rate` tokens a second. All requests of a worker step
+together, the workers one after the other. A token's text is its send time: four hexadecimal digits, in tenths of
 a millisecond of the machine's monotonic clock, so a reader on the same machine knows how long it was on its way.
 """
 
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import itertools
 import json
 import time
 from collections.abc import Sequence
@@ -75,25 +76,21 @@ class _Running:
 
 
 class _Session:
-    """A gateway's requests by batch, and what it has not been told yet."""
+    """A gateway's requests, and what it has not been told yet."""
 
-    def __init__(self, num_batches: int) -> None:
-        self.batches: list[dict[tuple[str, int], _Running]] = [{} for _ in range(num_batches)]
-        self.fresh: list[tuple[_Running, int]] = []  # with the batch that takes it
+    def __init__(self) -> None:
+        self.running: dict[tuple[str, int], _Running] = {}
+        self.fresh: list[_Running] = []
         self.accounted: list[ClaimRef] = []
 
 
 class NullEngine:
     """The engine's side of the worker service (`EngineLoop`), on the event loop itself."""
 
-    def __init__(self, description: ModelDescription, rate: float, num_batches: int) -> None:
+    def __init__(self, description: ModelDescription) -> None:
         self.service: WorkerService | None = None  # which is told of every step
         self._limits = description.limits
-        self._rate = rate
-        self._num_batches = num_batches
         self._sessions: dict[int, _Session] = {}
-        self._loads = [0] * num_batches
-        self._num_running = 0
         self._seq = 0
         self._is_flush_due = False
 
@@ -102,9 +99,13 @@ class NullEngine:
         """It never hangs."""
         return 0.0
 
+    @property
+    def _num_running(self) -> int:
+        return sum(len(session.running) + len(session.fresh) for session in self._sessions.values())
+
     def open_session(self, session_id: int) -> None:
         """Tells the session the block usage at once."""
-        self._sessions[session_id] = _Session(self._num_batches)
+        self._sessions[session_id] = _Session()
         self._tell(session_id, [])
 
     def submit(
@@ -123,10 +124,7 @@ class NullEngine:
     ) -> None:
         """Gives the first token at once, with those of others that came in the same turn of the loop."""
         session = self._sessions[session_id]
-        batch = min(range(self._num_batches), key=self._loads.__getitem__)
-        self._loads[batch] += 1
-        self._num_running += 1
-        session.fresh.append((_Running(request_id, attempt, sampling.max_tokens - len(output_token_ids)), batch))
+        session.fresh.append(_Running(request_id, attempt, sampling.max_tokens - len(output_token_ids)))
         session.accounted.append(ClaimRef(request_id, attempt))
         if not self._is_flush_due:
             self._is_flush_due = True
@@ -134,70 +132,44 @@ class NullEngine:
 
     def abort(self, session_id: int, request_id: str, attempt: int) -> None:
         """Forgets a request; the room that it leaves is told with the next step."""
-        session = self._sessions[session_id]
         self._flush()
-        for number, batch in enumerate(session.batches):
-            if batch.pop((request_id, attempt), None) is not None:
-                self._stop(number)
+        self._sessions[session_id].running.pop((request_id, attempt), None)
         self._tell(session_id, [])
 
     def set_paused(self, session_id: int, request_id: str, attempt: int, is_paused: bool) -> None:
         """Leaves a request out of the steps, or takes it in again."""
         self._flush()
-        for batch in self._sessions[session_id].batches:
-            if (request_id, attempt) in batch:
-                batch[request_id, attempt].is_paused = is_paused
+        running = self._sessions[session_id].running.get((request_id, attempt))
+        if running is not None:
+            running.is_paused = is_paused
 
     def abort_session(self, session_id: int) -> None:
         """Forgets a session with all its requests."""
-        session = self._sessions.pop(session_id, None)
-        if session is None:
-            return
-        for number, batch in enumerate(session.batches):
-            self._loads[number] -= len(batch)
-            self._num_running -= len(batch)
-        for _, number in session.fresh:
-            self._stop(number)
+        self._sessions.pop(session_id, None)
 
-    async def run(self) -> None:
-        """Steps every batch `rate` times a second, by the clock: a late step does not delay the next ones."""
-        interval_s = 1 / (self._rate * self._num_batches)
-        number, due = 0, time.monotonic()
-        while True:
-            await asyncio.sleep(max(0.0, due - time.monotonic()))
-            self._step(number)
-            number = (number + 1) % self._num_batches
-            due = max(due + interval_s, time.monotonic() - 1.0)
-
-    def _step(self, number: int) -> None:
+    def step(self) -> None:
+        """Makes a token for every request that runs."""
         for session_id, session in self._sessions.items():
-            running = [each for each in session.batches[number].values() if not each.is_paused]
+            running = [each for each in session.running.values() if not each.is_paused]
             if running:
-                outputs = [self._next(session, each, number) for each in running]
-                self._tell(session_id, outputs)
+                self._tell(session_id, [self._next(session, each) for each in running])
 
     def _flush(self) -> None:
         self._is_flush_due = False
         for session_id, session in self._sessions.items():
             fresh, session.fresh = session.fresh, []
             if fresh:
-                for running, number in fresh:
-                    session.batches[number][running.request_id, running.attempt] = running
-                self._tell(session_id, [self._next(session, running, number) for running, number in fresh])
+                session.running.update({(each.request_id, each.attempt): each for each in fresh})
+                self._tell(session_id, [self._next(session, each) for each in fresh])
 
-    def _next(self, session: _Session, running: _Running, number: int) -> RequestOutput:
+    def _next(self, session: _Session, running: _Running) -> RequestOutput:
         running.left -= 1
         is_last = running.left <= 0
         if is_last:
-            del session.batches[number][running.request_id, running.attempt]
-            self._stop(number)
+            del session.running[running.request_id, running.attempt]
         token_ids = (_NUM_BYTES + stamp(time.monotonic()),)
         reason = FinishReason.LENGTH if is_last else None
         return RequestOutput(running.request_id, running.attempt, token_ids, (), reason, 0)
-
-    def _stop(self, number: int) -> None:
-        self._loads[number] -= 1
-        self._num_running -= 1
 
     def _tell(self, session_id: int, outputs: list[RequestOutput]) -> None:
         assert self.service is not None
@@ -219,35 +191,52 @@ class NullEngine:
         self.service.on_step(cast(StepOutput, news))
 
 
+async def step_all(engines: Sequence[NullEngine], rate: float) -> None:
+    """Steps every engine `rate` times a second, one after the other at equal distances, by the clock: a late step does
+    not delay the next ones."""
+    due = time.monotonic()
+    for engine in itertools.cycle(engines):
+        await asyncio.sleep(max(0.0, due - time.monotonic()))
+        engine.step()
+        due = max(due + 1 / (rate * len(engines)), time.monotonic() - 1.0)
+
+
 def describe(max_num_seqs: int) -> ModelDescription:
     """A model of bytes and stamps, with room for everything."""
     limits = ModelLimits(MODEL, 1 << 20, _NUM_BYTES + NUM_STAMPS, _BLOCK_SIZE, 1 << 24, max_num_seqs)
     return ModelDescription(limits, tokenizer_json(), "", (), None, False, "", "")
 
 
-async def serve(listen: str, rate: float, batch: int, max_num_seqs: int) -> None:
-    """Serves until cancelled."""
-    description = describe(max_num_seqs)
-    engine = NullEngine(description, rate, max(1, round(max_num_seqs / batch)))
-    service = WorkerService(Identity("null", int(time.time() * 1000)), FleetKey(""))
+async def start(listen: str, description: ModelDescription) -> tuple[NullEngine, RpcServer]:
+    """Serves a worker at an address, for as long as somebody keeps the server."""
+    engine = NullEngine(description)
+    service = WorkerService(Identity(f"null-{listen}", int(time.time() * 1000)), FleetKey(""))
     engine.service = service
     server = RpcServer(ServerOptions(_MAX_MESSAGE_BYTES, _MAX_MESSAGE_BYTES), SystemClock())
     server.add(SERVICE_NAME, register, service)
     await server.start(listen)
     service.serve(Serving(engine, description))
     await server.set_serving(["", SERVICE_NAME], is_serving=True)
-    await engine.run()
+    return engine, server
+
+
+async def serve(addresses: Sequence[str], rate: float, max_num_seqs: int) -> None:
+    """Serves until cancelled."""
+    description = describe(max_num_seqs)
+    started = [await start(address, description) for address in addresses]
+    await step_all([engine for engine, _ in started], rate)
 
 
 def main() -> None:
     """The command line."""
-    parser = argparse.ArgumentParser(description="A worker without a model, for measuring gateways.")
-    parser.add_argument("--listen", default="127.0.0.1:0", help="host:port")
+    parser = argparse.ArgumentParser(description="Workers without a model, for measuring gateways.")
+    parser.add_argument(
+        "addresses", nargs="*", default=["127.0.0.1:0"], metavar="host:port", help="one for each worker"
+    )
     parser.add_argument("--rate", type=float, default=20.0, help="tokens a second of each request")
-    parser.add_argument("--batch", type=int, default=64, help="requests that step together")
-    parser.add_argument("--max-num-seqs", type=int, default=512, help="requests at most")
+    parser.add_argument("--max-num-seqs", type=int, default=64, help="requests of one worker at most")
     arguments = parser.parse_args()
-    event_loop.run(serve(arguments.listen, arguments.rate, arguments.batch, arguments.max_num_seqs))
+    event_loop.run(serve(arguments.addresses, arguments.rate, arguments.max_num_seqs))
 
 
 if __name__ == "__main__":

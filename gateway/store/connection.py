@@ -175,12 +175,16 @@ class Link:
     ) -> asyncio.Future[Any]:
         """Sends a script. The reply fails with UnavailableError(STORE_UNAVAILABLE) if the store is out of reach.
 
-        `at_once`: what was sent in this turn of the loop up to here does not wait for its end, for a write of its own.
+        `at_once`: it and what was sent before are written now, unless many calls are under way.
         """
         reply = asyncio.get_running_loop().create_future()
         call = Call(script.source, keys, arguments, reply)
         self._trunk.wire().send(script.pack(keys, arguments), call, at_once=at_once)
         return reply
+
+    def flush(self) -> None:
+        """Writes what was sent."""
+        self._trunk.wire().flush()
 
     async def is_answered(self, step: asyncio.Future[Any], patience_s: float) -> bool:
         """Waits for calls to end; False once the store has been silent for so long, towards everybody who waits."""

@@ -42,8 +42,9 @@ class RedisLedger:
 
     def open(self, record: UsageRecord) -> asyncio.Future[Any]:
         """Says that a request is accepted. See `Ledger.open`."""
-        arguments = (self._gateway_id, record.record_id, _packed(record))
-        return self._link.send(self._scripts["ledger_open"], self._keys, arguments, at_once=True)
+        reply = self._send("ledger_open", self._gateway_id, record.record_id, _packed(record))
+        self._link.flush()
+        return reply
 
     async def note(self, records: Sequence[UsageRecord]) -> None:
         """Renews open records. See `Ledger.note`."""

@@ -24,6 +24,7 @@ _UNKNOWN_SCRIPT = "NOSCRIPT"
 
 
 _RETRY_AFTER_S = 1.0
+_CROWD = 16  # calls without an answer
 _NOTHING = object()
 
 
@@ -97,18 +98,20 @@ class Wire(asyncio.Protocol):
     def send(self, packed: bytes, call: Call, *, at_once: bool = False) -> None:
         """Sends a command behind all others; its reply is the call's.
 
-        `at_once`: it is written now, with all that waits for its turn, and not with what the rest of this one adds.
+        `at_once`: it is written now, with all that waits, and not in the next turn of the loop with what this one adds,
+        unless many calls are under way: a crowd goes together, which costs each of them less.
         """
+        at_once = at_once and len(self._calls) < _CROWD
         if not self._calls:
             self._heard_at = self._loop.time()
             if self._timer is None:
                 self._timer = self._loop.call_later(self._timeout_s, self._look)
         self._calls.append(call)
         if not self._unsent and self._transport is not None and not at_once:
-            self._loop.call_soon(self._flush)
+            self._loop.call_soon(self.flush)
         self._unsent.append(packed)
         if at_once:
-            self._flush()
+            self.flush()
 
     def _greet(self) -> None:
         """What a server has to be told first."""
@@ -146,9 +149,10 @@ class Wire(asyncio.Protocol):
         if self.is_over:
             self._transport.abort()
         else:
-            self._flush()
+            self.flush()
 
-    def _flush(self) -> None:
+    def flush(self) -> None:
+        """Writes what waits for its turn."""
         if self._transport is None or not self._unsent:
             return
         # One that is closing would raise; that it is lost is told next.
