@@ -70,7 +70,8 @@ class WorkerDialer:
         self._wanted: frozenset[str] = self._fixed
         self._dialling: set[str] = set()
         self._sessions: dict[str, GrpcWorkerSession] = {}  # by address
-        self._models: dict[str, tuple[ModelDescription, TextModel]] = {}
+        self._models: dict[str, tuple[ModelDescription, TextModel]] = {}  # read last under a name
+        self._reading = asyncio.Lock()
 
     @property
     def sessions(self) -> Mapping[str, GrpcWorkerSession]:
@@ -141,11 +142,12 @@ class WorkerDialer:
     async def _read_model(self, description: ModelDescription) -> ServedModel:
         """The model with its text side, which is built once for all workers that describe the same."""
         text_only = replace(description, limits=replace(description.limits, num_blocks=0, max_num_seqs=0))
-        known = self._models.get(description.limits.model)
-        if known is None or known[0] != text_only:
-            try:
-                known = (text_only, await asyncio.to_thread(TextModel, description))
-            except ValueError as error:
-                raise SessionFailedError(f"unusable tokenizer: {error}") from error
-            self._models[description.limits.model] = known
-        return ServedModel(description, known[1])
+        async with self._reading:  # workers that are met at the same time, too
+            known = self._models.get(description.limits.model)
+            if known is None or known[0] != text_only:
+                try:
+                    known = (text_only, await asyncio.to_thread(TextModel, description))
+                except ValueError as error:
+                    raise SessionFailedError(f"unusable tokenizer: {error}") from error
+                self._models[description.limits.model] = known
+        return ServedModel(replace(known[0], limits=description.limits), known[1])

@@ -9,9 +9,11 @@ from typing import Any
 import grpc
 import pytest
 
-from common.types import Band, SamplingParams
+from common.types import Band, ModelDescription, SamplingParams
 from gateway.app import GatewayApp
 from gateway.placement.worker import Submission
+from gateway.rpc import dialer
+from gateway.text import TextModel
 from protos.inference.v1 import types_pb2
 from tests.integration.gateway.rig import FLEET_KEY, Rig, announce, eventually, reason_of
 from tests.support.scripted_worker import MODEL, ScriptedWorker, text_of
@@ -181,6 +183,24 @@ async def test_announced_workers_are_dialled_by_every_gateway(rig: Rig) -> None:
     assert ttl_s == pytest.approx(10.0)
     await all_ready(first, second, num_workers=1)
     assert (await (await rig.client(second)).ask()).error is None
+
+
+async def test_workers_of_a_model_that_are_met_together_share_its_text_side(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[TextModel] = []
+
+    def make(description: ModelDescription) -> TextModel:
+        made.append(TextModel(description))
+        return made[-1]
+
+    monkeypatch.setattr(dialer, "TextModel", make)
+    workers = [await rig.worker(worker_id=f"w{number}", max_num_seqs=3 + number) for number in range(4)]
+    app, client = await rig.serving(*workers)
+    await all_ready(app, num_workers=4)
+    assert len(made) == 1
+    assert {session.limits.max_num_seqs for session in app.fleet.sessions} == {3, 4, 5, 6}
+    assert (await client.ask()).error is None
 
 
 @pytest.mark.parametrize("key", [None, "wrong"])
