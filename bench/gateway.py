@@ -2,8 +2,9 @@
 
 Redis, null workers in one process, one gateway program and this process, which is the clients, share the machine.
 Tokens carry the time at which their worker sent them, so every delay is the gateway's, the wire's and this process's
-together. What each of them takes of the processors is measured too: where they have none left, delays say nothing of
-the gateway.
+together. So they are measured twice: by the crowd of clients, which is late itself, and by a few streams of a program
+with nothing else to do (`bench/probe.py`), whose delays are what the gateway adds. What each of them takes of the
+processors is measured too: where they have none left, delays say nothing of the gateway.
 """
 
 from __future__ import annotations
@@ -16,11 +17,10 @@ import os
 import sys
 import tempfile
 import time
-from array import array
 from collections import Counter
 from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, aclosing, asynccontextmanager
-from dataclasses import dataclass, field
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
 from random import Random
@@ -28,8 +28,8 @@ from statistics import median
 
 import psutil
 
+from bench.delays import Delays, stream
 from bench.gateway_report import Plan, Result, describe, percentile
-from bench.null_worker import STAMP_CHARS, seconds_since
 from bench.raw_client import RawClient
 from bench.report import PAGE, replace_block
 from common import event_loop
@@ -60,16 +60,6 @@ finally:
 """
 
 
-@dataclass(slots=True)
-class Delays:
-    """Seconds, one for each token or request of a measurement."""
-
-    ttft: array[float] = field(default_factory=lambda: array("d"))  # first token - request; the worker sends it at once
-    transit: array[float] = field(default_factory=lambda: array("d"))  # received - sent, of every token
-    gap: array[float] = field(default_factory=lambda: array("d"))  # gap between receipts - gap between sends
-    num_failed: int = 0
-
-
 @dataclass(frozen=True, slots=True)
 class Usage:
     """Processor seconds so far, and memory in MiB now."""
@@ -85,7 +75,10 @@ class Usage:
 class Deployment:
     """A gateway program with all that it needs, and clients connected to it."""
 
-    def __init__(self, clients: list[RawClient], gateway: Child, worker: Child, redis: LocalRedis) -> None:
+    def __init__(
+        self, address: str, clients: list[RawClient], gateway: Child, worker: Child, redis: LocalRedis
+    ) -> None:
+        self.address = address
         self.clients = clients
         root = psutil.Process(gateway.pid)
         self._gateways = [root, *root.children(recursive=True)]
@@ -137,7 +130,7 @@ async def deployment(plan: Plan, source: Path) -> AsyncIterator[Deployment]:
         clients = [RawClient(gateway, KEY, PROMPT, number) for number in range(NUM_CONNECTIONS)]
         for client in clients:
             await stack.enter_async_context(client)
-        yield Deployment(clients, children[1], children[0], redis)
+        yield Deployment(gateway, clients, children[1], children[0], redis)
 
 
 def _tenant() -> dict[str, object]:
@@ -146,28 +139,30 @@ def _tenant() -> dict[str, object]:
     return {"id": "bench", "key_sha256": sha256(KEY.encode()).hexdigest(), "band": "normal", "limits": limits}
 
 
-async def stream(client: RawClient, num_tokens: int, delays: Delays, begin: float) -> None:
-    """One request; its delays count from `begin` (monotonic seconds) on."""
-    sent = time.monotonic()
-    last: float | None = None
-    is_finished = False
-    async with aclosing(client.stream(num_tokens, timeout_s=120)) as texts:
-        async for now, text in texts:
-            is_finished = not text
-            for start in range(0, len(text), STAMP_CHARS):
-                transit = seconds_since(int(text[start : start + STAMP_CHARS], 16), now)
-                if now >= begin:
-                    delays.transit.append(transit)
-                    if last is not None:
-                        delays.gap.append(transit - last)
-                    elif sent >= begin:
-                        delays.ttft.append(now - sent)
-                last = transit
-    delays.num_failed += not is_finished
+@asynccontextmanager
+async def probing(system: Deployment, begin: float, seconds: float) -> AsyncIterator[Delays]:
+    """Measures beside what is done inside; the delays are there at the end."""
+    flags = ["--key", KEY, "--begin", str(begin), "--seconds", str(seconds)]
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", "bench.probe", system.address, *flags, cwd=ROOT, stdout=asyncio.subprocess.PIPE
+    )
+    delays = Delays()
+    try:
+        yield delays
+        output, _ = await process.communicate()
+        found = json.loads(output)
+        delays.ttft.extend(found["ttft"])
+        delays.gap.extend(found["gap"])
+        delays.num_failed = found["num_failed"]
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
 
 
-async def measure_streams(plan: Plan, system: Deployment, random: Random) -> tuple[Delays, list[Usage]]:
-    """Keeps `num_streams` streams open; returns delays, and what everything has used at the ends of equal intervals."""
+async def measure_streams(plan: Plan, system: Deployment, random: Random) -> tuple[Delays, Delays, list[Usage]]:
+    """Keeps `num_streams` streams open; returns their delays and those of a probe beside them, and what everything has
+    used at the ends of equal intervals."""
     delays, ramp_end = Delays(), time.monotonic() + RAMP_S
     end = ramp_end + plan.seconds
 
@@ -177,7 +172,7 @@ async def measure_streams(plan: Plan, system: Deployment, random: Random) -> tup
             num_tokens = random.randint(*OUTPUT_TOKENS)
             await stream(system.clients[number % NUM_CONNECTIONS], num_tokens, delays, ramp_end)
 
-    async with asyncio.TaskGroup() as tasks:
+    async with probing(system, ramp_end, plan.seconds) as of_probe, asyncio.TaskGroup() as tasks:
         for number in range(plan.num_streams):
             tasks.create_task(keep(number))
         await asyncio.sleep(ramp_end - time.monotonic())
@@ -188,7 +183,7 @@ async def measure_streams(plan: Plan, system: Deployment, random: Random) -> tup
             used.append(system.usage())
         num_tokens = len(delays.transit)
     del delays.transit[num_tokens:], delays.gap[num_tokens:]
-    return delays, used
+    return delays, of_probe, used
 
 
 async def measure_admissions(plan: Plan, system: Deployment) -> tuple[float, float, int]:
@@ -216,7 +211,7 @@ async def measure(plan: Plan, source: Path) -> Result:
     async with deployment(plan, source) as system:
         await measure_admissions_warm(system)
         rate, cpu_s, num_failed = await measure_admissions(plan, system)
-        delays, used = await measure_streams(plan, system, Random(1))
+        delays, of_probe, used = await measure_streams(plan, system, Random(1))
         failures = sum((client.failures for client in system.clients), Counter[str]())
     for failure, count in failures.most_common(5):
         print(f"{count} requests failed: {failure}")
@@ -224,9 +219,12 @@ async def measure(plan: Plan, source: Path) -> Result:
     by_process = [after - before for before, after in zip(first.gateways, last.gateways, strict=True)]
     stream_cpu_s = sum(by_process)
     return Result(
-        ttft_p50_ms=1e3 * percentile(delays.ttft, 50),
-        ttft_p99_ms=1e3 * percentile(delays.ttft, 99),
-        itl_p99_ms=1e3 * percentile(delays.gap, 99),
+        ttft_p50_ms=1e3 * percentile(of_probe.ttft, 50),
+        ttft_p99_ms=1e3 * percentile(of_probe.ttft, 99),
+        itl_p99_ms=1e3 * percentile(of_probe.gap, 99),
+        crowd_ttft_p50_ms=1e3 * percentile(delays.ttft, 50),
+        crowd_ttft_p99_ms=1e3 * percentile(delays.ttft, 99),
+        crowd_itl_p99_ms=1e3 * percentile(delays.gap, 99),
         transit_p50_ms=1e3 * percentile(delays.transit, 50),
         transit_p99_ms=1e3 * percentile(delays.transit, 99),
         tokens_per_s=num_tokens / plan.seconds,
@@ -238,7 +236,7 @@ async def measure(plan: Plan, source: Path) -> Result:
         shares=tuple(sorted((it / stream_cpu_s for it in by_process if it > 0.01 * stream_cpu_s), reverse=True)),
         admissions_per_s=rate,
         admission_cpu_ms=1e3 * cpu_s,
-        num_failed=num_failed + delays.num_failed,
+        num_failed=num_failed + delays.num_failed + of_probe.num_failed,
         resident_mib=tuple(it.gateways_mib for it in used),
         redis_mib=tuple(it.redis_mib for it in used),
     )

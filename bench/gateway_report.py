@@ -18,6 +18,9 @@ class Result:
     ttft_p50_ms: float
     ttft_p99_ms: float
     itl_p99_ms: float
+    crowd_ttft_p50_ms: float  # as the clients of all streams saw it
+    crowd_ttft_p99_ms: float
+    crowd_itl_p99_ms: float
     transit_p50_ms: float
     transit_p99_ms: float
     tokens_per_s: float
@@ -70,6 +73,9 @@ ROWS = (
     ("ttft_p50_ms", "added TTFT P50 (ms)", 1),
     ("ttft_p99_ms", "added TTFT P99 (ms)", 1),
     ("itl_p99_ms", "added ITL P99 (ms)", 1),
+    ("crowd_ttft_p50_ms", "TTFT P50 of the crowd (ms)", 1),
+    ("crowd_ttft_p99_ms", "TTFT P99 of the crowd (ms)", 1),
+    ("crowd_itl_p99_ms", "ITL P99 of the crowd (ms)", 1),
     ("transit_p50_ms", "token on its way P50 (ms)", 1),
     ("transit_p99_ms", "token on its way P99 (ms)", 1),
     ("tokens_per_s", "tokens/s delivered", 0),
