@@ -52,13 +52,15 @@ class FakeCopier:
 
     def begin(self, orders: CopyOrders) -> None:
         self.orders.append(orders)
-        written = [copy.slot for copy in (*orders.saves, *orders.aside)] + [copy.slot for _, copy in self._aside]
-        assert len(set(written)) == len(written), "two blocks are saved to one slot"
         for awaited in orders.awaited:
             entry = next((entry for entry in self._aside if entry[1] == awaited), None)
             if entry is not None:
                 self._aside.remove(entry)
                 self._save(awaited)
+        pending = [copy.slot for _, copy in self._aside]
+        assert not {copy.slot for copy in orders.saves} & set(pending), "a slot is written while it is being written"
+        beside = [*pending, *(copy.slot for copy in orders.aside)]
+        assert len(set(beside)) == len(beside), "two blocks are saved to one slot at once"
         for copy in orders.saves:
             self._save(copy)
         for copy in orders.loads:

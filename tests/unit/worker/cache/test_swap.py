@@ -208,6 +208,29 @@ def test_a_slot_that_is_read_in_a_step_is_not_given_away_in_it() -> None:
     assert tier.find(keys[1]) is None
 
 
+def test_the_slot_of_an_awaited_copy_that_nobody_wants_any_more_is_given_away_behind_it() -> None:
+    pool = BlockPool(3)  # two blocks can be used
+    tier = HostTier(pool, 1, lambda: 0.0)
+    keys = [BlockKey(bytes([index]), "", b"") for index in range(2)]
+    blocks = [pool.take() for _ in keys]
+    for block, key in zip(blocks, keys, strict=True):
+        pool.publish(block.block_id, key)
+        pool.release(block.block_id)
+    assert tier.keep(1, blocks[:1], 1.0)
+    [copy] = tier.take_orders().aside
+    tier.release(1)
+    tier.before_take(blocks[0])
+    assert tier.keep(2, blocks[1:], 1.0)
+    orders = tier.take_orders()
+    assert (orders.awaited, orders.saves) == ([copy], [])
+    assert [each.slot for each in orders.aside] == [copy.slot]
+    tier.complete([copy])  # late: of what was awaited
+    assert tier.find(keys[1]) is None
+    tier.complete(orders.aside)
+    assert tier.find(keys[1]) is not None
+    tier.check_integrity()
+
+
 def test_it_needs_the_prefix_cache_and_its_copier() -> None:
     pool = BlockPool(4)
     with pytest.raises(ValueError, match="prefix cache, which is off"):

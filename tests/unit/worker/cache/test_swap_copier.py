@@ -67,6 +67,14 @@ def test_what_is_awaited_is_copied_before_the_rest(storage: KVStorage, copier: B
     assert copier.finished(wait=False) == []
 
 
+def test_a_slot_is_given_away_behind_the_copy_that_is_awaited(storage: KVStorage, copier: BlockCopier) -> None:
+    copier.begin(CopyOrders(aside=[Copy(1, 0), Copy(2, 1)]))
+    copier.begin(CopyOrders(awaited=[Copy(1, 0), Copy(2, 1)], saves=[Copy(3, 0)], aside=[Copy(4, 1)]))
+    assert copier.finished(wait=True) == [Copy(1, 0), Copy(2, 1), Copy(4, 1)]
+    copier.begin(CopyOrders(loads=[Copy(6, 0), Copy(7, 1)]))
+    assert [float(storage.block(block_id)[0]) for block_id in (6, 7)] == [3, 4]
+
+
 def test_the_speed_is_measured(storage: KVStorage) -> None:
     ticks = iter(float(2**n) for n in range(100))
     copier = BlockCopier(storage, 4, lambda: next(ticks))
