@@ -55,7 +55,7 @@ async def test_every_stream_ends_right_whatever_happens(
 async def _ask(client: Client, prompt: str, wait_s: float, random: Random) -> Answer | None:
     """The whole answer, or None for a client that left."""
     await asyncio.sleep(wait_s)
-    call = client.generate(generate_request(prompt, sampling={"max_tokens": NUM_TOKENS}), timeout=60)
+    call = client.generate(generate_request(prompt, sampling={"max_tokens": NUM_TOKENS}), timeout=240)
     if random.random() < 0.3:
         await asyncio.sleep(random.uniform(0, 0.3))
         call.cancel()

@@ -164,7 +164,7 @@ async def _ask(client: Client, number: int, wait_s: float, random: Random) -> An
     request = generate_request(
         "x" * (1 + number % 7), request_id=request_id, return_token_ids=True, sampling={"max_tokens": 60}
     )
-    call = client.generate(request, timeout=60)
+    call = client.generate(request, timeout=240)
     end = random.choice(["read", "read", "cancel", "leave"])
     if end == "read":
         return await read(call)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator
+from contextlib import suppress
 
 import pytest
 import redis
@@ -30,13 +31,22 @@ async def link(redis_url: str) -> AsyncIterator[Link]:
 
 
 async def test_a_crowd_waits_longer_than_any_reply_may_take(redis_url: str) -> None:
-    """Each call is quick, all of them together take far longer than the time in which the store counts as lost."""
-    link = Link(redis_url, timeout_s=0.5)
+    """Each call is quick, all of them together take far longer than the time in which the store counts as lost.
+
+    How long that is depends on the machine, which has to give even a busy server its turn within it.
+    """
     busy = script("local n = 0 for i = 1, 1000000 do n = n + i end return n")
     size = "x" * 8000  # the server answers all that it has read at once together: two of these
-    replies = await asyncio.gather(*(link.send(busy, [], [size]) for _ in range(250)))
-    assert len(set(replies)) == 1
-    await link.close()
+    for timeout_s in (0.5, 2.0, 8.0):
+        link = Link(redis_url, timeout_s=timeout_s)
+        crowd = (link.send(busy, [], [size]) for _ in range(int(500 * timeout_s)))
+        replies = await asyncio.gather(*crowd, return_exceptions=True)
+        with suppress(UnavailableError):
+            await link.close()
+        if not any(isinstance(reply, UnavailableError) for reply in replies):
+            break
+    assert set(replies) == {replies[0]}
+    assert isinstance(replies[0], int)
 
 
 async def test_everybody_gets_the_reply_of_its_own_call(link: Link) -> None:
