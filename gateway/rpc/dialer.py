@@ -19,6 +19,7 @@ from gateway.background import Background
 from gateway.placement.model import ServedModel
 from gateway.placement.worker import SessionListener
 from gateway.queueing.queue import Queue, WorkerRecord
+from gateway.rpc.turns import TurnBudget
 from gateway.rpc.worker_session import GrpcWorkerSession, SessionFailedError, SessionSettings, describe
 from gateway.store_health import StoreHealth
 from gateway.text.tokenizer import TextModel
@@ -28,6 +29,8 @@ _log = structlog.get_logger(__name__)
 
 _MIN_RETRY_S = 0.1
 _MAX_RETRY_S = 3.0
+_OUTPUTS_PER_TURN = 16
+"""Of requests, passed on at once: with the writes that follow they take about a millisecond."""
 
 
 class WorkerDialer:
@@ -72,6 +75,7 @@ class WorkerDialer:
         self._sessions: dict[str, GrpcWorkerSession] = {}  # by address
         self._models: dict[str, tuple[ModelDescription, TextModel]] = {}  # read last under a name
         self._reading = asyncio.Lock()
+        self._turns = TurnBudget(_OUTPUTS_PER_TURN)
 
     @property
     def sessions(self) -> Mapping[str, GrpcWorkerSession]:
@@ -132,7 +136,7 @@ class WorkerDialer:
     async def _serve(self, address: str, channel: grpc.aio.Channel) -> None:
         stub = worker_pb2_grpc.WorkerStub(channel)
         model = await self._read_model(await describe(stub, self._settings))
-        session = GrpcWorkerSession(stub, model, self._listener, self._settings)
+        session = GrpcWorkerSession(stub, model, self._listener, self._settings, self._turns)
         self._sessions[address] = session
         try:
             await session.run()

@@ -17,14 +17,13 @@ from common.types import BlockUsage, ClaimRef, ModelDescription, ModelLimits, Re
 from gateway.placement.model import ServedModel
 from gateway.placement.worker import RejectedEvent, SessionListener, Submission, WorkerState
 from gateway.rpc import worker_codec
+from gateway.rpc.turns import TurnBudget
 from gateway.rpc.worker_codec import ProtocolError
 from protos.inference.v1 import worker_pb2, worker_pb2_grpc
 
 _log = structlog.get_logger(__name__)
 
 _MAX_ADDED_BYTES = 1 << 16  # to a message with a command: far less than a worker takes
-_TOKENS_PER_TURN = 16
-"""Of a step at once: with the writes that follow they keep other things from their turn for a millisecond."""
 _MAX_WAITING_EVENTS = 64  # read and not yet passed on; then the worker is read no further
 
 # Looks of the watchdog within the allowed silence: it is noticed at most a fifth too early, and late by no more than
@@ -74,11 +73,14 @@ class GrpcWorkerSession:
         model: ServedModel,
         listener: SessionListener,
         settings: SessionSettings,
+        turns: TurnBudget,
     ) -> None:
+        """`turns`: for the outputs that all sessions of this gateway pass on."""
         self._stub = stub
         self._model = model
         self._listener = listener
         self._settings = settings
+        self._turns = turns
         self._worker_id = ""
         self._epoch = 0
         self._limits = model.limits
@@ -273,10 +275,10 @@ class GrpcWorkerSession:
                 raise ProtocolError(f"unexpected event {kind}")
 
     async def _on_step(self, step: worker_pb2.Step) -> None:
-        on_output = self._on_output
-        for number, output in enumerate(step.outputs):  # the inner loop: once for every token
-            if number % _TOKENS_PER_TURN == 0 and number:
-                await asyncio.sleep(0)  # a new request, which takes several turns, is not to wait for all in each
+        on_output, turns = self._on_output, self._turns
+        for output in step.outputs:  # the inner loop: once for every token
+            if not turns.spend():
+                await turns.spent()
             on_output(output)
         if step.HasField("usage"):
             accounted = tuple(self._claim_refs(step.usage))

@@ -9,19 +9,22 @@ from unittest.mock import Mock
 
 from common.types import Band, SamplingParams
 from gateway.placement.worker import Submission, TokensEvent, WorkerState
-from gateway.rpc.worker_session import _MAX_WAITING_EVENTS, _TOKENS_PER_TURN, GrpcWorkerSession, SessionSettings
+from gateway.rpc.turns import TurnBudget
+from gateway.rpc.worker_session import _MAX_WAITING_EVENTS, GrpcWorkerSession, SessionSettings
 from protos.inference.v1 import worker_pb2
 
-NUM_REQUESTS = 10 * _TOKENS_PER_TURN + 3
+PER_TURN = 8
+NUM_REQUESTS = 10 * PER_TURN + 3
 
 
 class Scene:
     """A session with submissions, and what it passes on of them: request and token, in order."""
 
-    def __init__(self) -> None:
+    def __init__(self, turns: TurnBudget | None = None) -> None:
         self.heard: list[tuple[str, int]] = []
         listener = Mock(on_tokens=self._on_tokens)
-        self.session = GrpcWorkerSession(Mock(), Mock(), listener, SessionSettings("g1", "", 1.0, 30.0, 1.0))
+        settings = SessionSettings("g1", "", 1.0, 30.0, 1.0)
+        self.session = GrpcWorkerSession(Mock(), Mock(), listener, settings, turns or TurnBudget(PER_TURN))
         self.session._state = WorkerState.READY
         self._wire_ids: dict[str, str] = {}
 
@@ -46,19 +49,24 @@ async def sent(*events: worker_pb2.SessionEvent) -> AsyncIterator[worker_pb2.Ses
         yield event
 
 
-async def test_a_large_step_lets_others_have_their_turns() -> None:
-    scene, names = Scene(), [f"acme/{number}" for number in range(NUM_REQUESTS)]
-    scene.submit(*names)
+async def test_large_steps_of_several_workers_let_others_have_their_turns() -> None:
+    turns = TurnBudget(PER_TURN)
+    scenes, names = [Scene(turns) for _ in range(3)], [f"acme/{number}" for number in range(NUM_REQUESTS)]
+    for scene in scenes:
+        scene.submit(*names)
     seen = [0]
 
     async def others() -> None:
-        while seen[-1] < NUM_REQUESTS:
-            seen.append(len(scene.heard))
+        while seen[-1] < len(scenes) * NUM_REQUESTS:
+            seen.append(sum(len(scene.heard) for scene in scenes))
             await asyncio.sleep(0)
 
-    await asyncio.gather(scene.session._on_event(scene.step(names, 7)), others())
-    assert scene.heard == [(name, 7) for name in names]
-    assert max(after - before for before, after in pairwise(seen)) <= _TOKENS_PER_TURN
+    passing = (scene.session._on_event(scene.step(names, 7)) for scene in scenes)
+    await asyncio.gather(*passing, others())
+    assert all(scene.heard == [(name, 7) for name in names] for scene in scenes)
+    in_turns = [after - before for before, after in pairwise(seen)]
+    assert max(in_turns) <= PER_TURN
+    assert in_turns.count(PER_TURN) >= len(in_turns) - 3, "and no turn is left unused"
 
 
 async def test_a_first_token_does_not_wait_for_those_of_others() -> None:
@@ -69,7 +77,7 @@ async def test_a_first_token_does_not_wait_for_those_of_others() -> None:
     scene.submit("acme/new")
     steps = [scene.step(names, 2), scene.step([*names, "acme/new"], 3), scene.step(["acme/new", *names], 4)]
     await asyncio.gather(scene.session._read(sent(*steps)), scene.session._pass_on())
-    assert scene.heard.index(("acme/new", 3)) <= _TOKENS_PER_TURN, "it went ahead"
+    assert scene.heard.index(("acme/new", 3)) <= PER_TURN, "it went ahead"
     for name in (*names, "acme/new"):
         of_it = [token_id for heard, token_id in scene.heard if heard == name]
         assert of_it == ([3, 4] if name == "acme/new" else [2, 3, 4]), "and each request's tokens kept their order"

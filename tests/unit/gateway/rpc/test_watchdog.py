@@ -33,7 +33,7 @@ async def noticed_after_s(monkeypatch: pytest.MonkeyPatch, late_s: list[float]) 
     loop = LateLoop(late_s)
     time_only = SimpleNamespace(get_running_loop=lambda: loop, sleep=loop.sleep, Queue=Mock)
     monkeypatch.setattr(worker_session, "asyncio", time_only)
-    session = GrpcWorkerSession(Mock(), Mock(), Mock(), SessionSettings("g1", "", SILENCE_S, 30.0, 10.0))
+    session = GrpcWorkerSession(Mock(), Mock(), Mock(), SessionSettings("g1", "", SILENCE_S, 30.0, 10.0), Mock())
     session._state = WorkerState.READY
     call = Mock()
     await session._watch(call)
