@@ -362,6 +362,7 @@ class Handler:
             entering, live.entering = live.entering or self._ask_to_enter(live), None
             try:
                 if await entering:
+                    self._dispatcher.kick()  # it may have gone behind the dispatch that was to follow it
                     return True
                 continue  # admitted after all, by another part of the limits: it needs no reservation
             except DuplicateRequestError:

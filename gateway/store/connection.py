@@ -162,9 +162,8 @@ class Link:
     def script(self, name: str, preludes: Sequence[str], read: Callable[[str], str] = read_script) -> Script:
         """A script that the server is told when it is connected to, so that calls run in the order of their sending.
 
-        One that the server forgets meanwhile is sent once more, behind what was sent after it. That can put off a
-        request whose dispatch then runs before its enqueue, until a worker's next sign of life. All else that has to
-        keep an order waits for answers.
+        One that the server forgets meanwhile is sent once more, behind what was sent after it. Who needs an order all
+        the same waits for answers, or looks at them.
         """
         script = Script(name, preludes, read)
         self._trunk.know(script)

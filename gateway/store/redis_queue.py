@@ -280,8 +280,9 @@ class RedisQueue:
         believed = sorted(self._live)
         unknown = [text(it) for it in await self._run("heartbeat", self._gateway_id, microseconds(ttl_s), *believed)]
         for request_id in sorted(self._doubtful - self._live):
-            self._doubtful.discard(request_id)
-            await self.finish(request_id)
+            if request_id in self._doubtful:  # and has not been enqueued anew since the last of these was sent
+                self._doubtful.discard(request_id)
+                await self.finish(request_id)
         return [request_id for request_id in unknown if request_id in self._live]
 
     async def depths(self) -> list[QueueDepth]:

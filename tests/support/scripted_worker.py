@@ -105,6 +105,7 @@ class ScriptedWorker:
     script: Script = next_token
     step_s: float | None = 0.002
     tokens_per_step: int = 1
+    alive_s: float = 0.2  # a session without news says so often that it lives
     reject: types_pb2.Reason.ValueType | None = None  # every submit
     fleet_key: str = ""
 
@@ -323,7 +324,7 @@ class _Service(worker_pb2_grpc.WorkerServicer):
 
     async def _next(self, session: Session) -> worker_pb2.SessionEvent | None:
         try:
-            async with asyncio.timeout(0.2):
+            async with asyncio.timeout(self._worker.alive_s):
                 return await session.events.get()
         except TimeoutError:
             self._worker.send(session)

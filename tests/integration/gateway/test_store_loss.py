@@ -230,6 +230,14 @@ async def test_scripts_that_are_forgotten_again_and_again_cost_nothing(
     assert redis_client.xlen(PoolKeys(pool).ledger) == 60
 
 
+async def test_a_request_that_is_enqueued_late_is_dispatched_all_the_same(rig: Rig) -> None:
+    """What an earlier request of its id may have left is removed first, and meanwhile its dispatch has run. Nothing
+    else would dispatch it: its worker is idle, and has nothing to say."""
+    app, client = await rig.serving(await rig.worker(alive_s=18.0))
+    app.queue._doubtful.add("acme/mine")  # type: ignore[attr-defined]
+    assert (await client.ask(request_id="mine", timeout=15)).error is None
+
+
 COST = 5 + 5  # "hello" and the answer
 BUDGET = 40 * COST
 SAMPLING = {"max_tokens": 5, "ignore_eos": True}

@@ -102,6 +102,25 @@ class TestCancelledCalls:
         assert await queue.finish("a")
 
 
+async def test_a_heartbeat_removes_nothing_that_is_enqueued_anew_while_it_removes_others(
+    queue: RedisQueue, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await queue.heartbeat(ttl_s=60)
+    queue._doubtful.update({"a", "b"})
+    finish = queue.finish
+
+    async def finish_and_enqueue(request_id: str) -> bool:
+        answer = await finish(request_id)
+        if request_id == "a":
+            assert await queue.enqueue(entry("b"), max_length=9)
+        return answer
+
+    monkeypatch.setattr(queue, "finish", finish_and_enqueue)
+    assert await queue.heartbeat(ttl_s=60) == []
+    assert await queue.owner_of("b") == "g1"
+    assert await finish("b")
+
+
 class TestRestart:
     async def test_an_emptied_script_cache_is_not_noticed(self, queue: RedisQueue, redis_client: redis.Redis) -> None:
         await queue.enqueue(entry("a"), max_length=9)
