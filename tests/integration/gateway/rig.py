@@ -238,6 +238,16 @@ class Rig:
         return app, client
 
 
+async def has_got(app: GatewayApp, num_tokens: int, num_requests: int = 1) -> None:
+    """Until the gateway has more than so many tokens of each request: what a worker has sent may be on its way."""
+
+    def is_so() -> bool:
+        live = app.dispatcher.live
+        return len(live) == num_requests and all(len(it.output_token_ids) > num_tokens for it in live)
+
+    await eventually(is_so)
+
+
 async def announce(app: GatewayApp, worker: ScriptedWorker, key: str | None = FLEET_KEY, **changes: Any) -> float:
     """What a worker does; returns the ttl in seconds."""
     fields = {"worker_id": worker.worker_id, "epoch": worker.epoch, "address": worker.address, "model": worker.model}

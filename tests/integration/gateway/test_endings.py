@@ -11,7 +11,7 @@ from google.rpc import error_details_pb2
 
 from gateway.app import GatewayApp
 from protos.inference.v1 import inference_pb2, types_pb2
-from tests.integration.gateway.rig import Client, Rig, detail_of, eventually, generate_request, read, reason_of
+from tests.integration.gateway.rig import Client, Rig, detail_of, eventually, generate_request, has_got, read, reason_of
 from tests.support.scripted_worker import ScriptedWorker, text_of
 
 LONG = {"max_tokens": 2000}
@@ -33,7 +33,7 @@ async def test_cancel_while_streaming_ends_the_stream_normally(rig: Rig) -> None
     worker = await rig.worker()
     app, client = await rig.serving(worker)
     answer = asyncio.create_task(client.ask(request_id="r1", sampling=LONG))
-    await worker.wait_for(lambda: any(it.num_emitted >= 3 for it in worker.running))
+    await has_got(app, 2)
     await cancel(client, "r1")
     ended = await answer
     assert ended.error is None

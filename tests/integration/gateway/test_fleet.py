@@ -15,7 +15,7 @@ from gateway.placement.worker import Submission
 from gateway.rpc import dialer
 from gateway.text import TextModel
 from protos.inference.v1 import types_pb2
-from tests.integration.gateway.rig import FLEET_KEY, Rig, announce, eventually, reason_of
+from tests.integration.gateway.rig import FLEET_KEY, Rig, announce, eventually, has_got, reason_of
 from tests.support.scripted_worker import MODEL, ScriptedWorker, text_of
 
 
@@ -95,7 +95,7 @@ async def survives(rig: Rig, harm: Callable[[ScriptedWorker], Any]) -> None:
         )
         for n in range(3)
     ]
-    await first.wait_for(lambda: len(first.running) == 3 and all(it.num_emitted > 5 for it in first.running))
+    await has_got(app, 5, num_requests=3)
     second = await rig.worker(worker_id="second")
     await announce(app, second)
     await all_ready(app, num_workers=2)

@@ -14,7 +14,7 @@ from client import Client as LibraryClient
 from client import Sampling, Text
 from common.types import JobState
 from protos.inference.v1 import jobs_pb2, types_pb2
-from tests.integration.gateway.rig import Client, Rig, eventually, generate_request, reason_of
+from tests.integration.gateway.rig import Client, Rig, eventually, generate_request, has_got, reason_of
 from tests.support.scripted_worker import ScriptedWorker, text_of
 
 NUM_TOKENS = 200
@@ -92,7 +92,8 @@ async def test_a_job_survives_its_workers(rig: Rig) -> None:
     worker = await rig.worker(step_s=0.01)
     app, client = await rig.serving(worker, max_attempts=1)
     job = await submitted(client, num_tokens=NUM_TOKENS)
-    await _restart_when_running(worker)
+    await has_got(app, 30)
+    await _restart(worker)
     await eventually(lambda: app.fleet.is_ready)
     done = await ended(client, job.job_id)
     assert_done(done, num_tokens=NUM_TOKENS)
@@ -100,8 +101,7 @@ async def test_a_job_survives_its_workers(rig: Rig) -> None:
     assert len(worker.submitted[-1].output_token_ids) > 5, "from where it was"
 
 
-async def _restart_when_running(worker: ScriptedWorker) -> None:
-    await worker.wait_for(lambda: any(it.num_emitted > 30 for it in worker.running))
+async def _restart(worker: ScriptedWorker) -> None:
     port = worker.port
     await worker.kill()
     worker.epoch, worker.port = worker.epoch + 1, port
@@ -112,7 +112,7 @@ async def test_a_job_survives_the_death_of_its_gateway(rig: Rig) -> None:
     worker = await rig.worker(step_s=0.01)
     doomed, first = await rig.serving(worker, heartbeat_ttl_s=2.0)
     job = await submitted(first, num_tokens=NUM_TOKENS)
-    await worker.wait_for(lambda: any(it.num_emitted > 30 for it in worker.running))
+    await has_got(doomed, 30)
     await doomed._resumption.flush(checks_all=False)  # as it does ten times a second
     await _die(doomed)
     _, second = await rig.serving(worker)
@@ -139,7 +139,7 @@ async def test_a_job_survives_the_deployment_of_its_gateway(rig: Rig) -> None:
     worker = await rig.worker(step_s=0.01)
     leaving, first = await rig.serving(worker)
     job = await submitted(first, num_tokens=num_tokens)
-    await worker.wait_for(lambda: any(it.num_emitted > 30 for it in worker.running))
+    await has_got(leaving, 30)
     _, second = await rig.serving(worker)
     await rig.stop(leaving, drain_s=5)
     await worker.wait_for(lambda: len(worker.sessions) == 1)

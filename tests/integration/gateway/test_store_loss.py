@@ -68,7 +68,7 @@ def patience(app: GatewayApp, patience_s: float) -> Iterator[None]:
 
 async def accepted(client: Client, text: str, max_tokens: int) -> asyncio.Task[Answer]:
     """A stream whose request is in the queue."""
-    call = client.generate(generate_request(text, sampling={"max_tokens": max_tokens}), timeout=60)
+    call = client.generate(generate_request(text, sampling={"max_tokens": max_tokens}), timeout=240)
     assert (await anext(aiter(call))).HasField("accepted")
     return asyncio.create_task(read(call))
 
@@ -141,7 +141,7 @@ async def test_the_first_to_meet_a_hanging_store_are_decided_before_it_counts_as
         app, client = await rig.serving(worker, redis_url=redis.url, tenants_by_key=tenants, store_timeout_s=600.0)
         tiny = await rig.client(app, "key-tiny")
         request = generate_request("long", idempotency_key="l", sampling={"max_tokens": 3000})
-        whole = asyncio.create_task(read(client.generate(request, timeout=60)))
+        whole = asyncio.create_task(read(client.generate(request, timeout=240)))
         await worker.wait_for(lambda: len(worker.running) == 1)
         with stopped(redis), patience(app, 0.04):
             refused = await tiny.ask("no share of one can be had")
@@ -219,7 +219,7 @@ async def test_scripts_that_are_forgotten_again_and_again_cost_nothing(
             await asyncio.sleep(0.002)
 
     forgetting = asyncio.create_task(forget())
-    answers = await asyncio.gather(*(client.ask(f"prompt {n}", resumable=n % 3 == 0, timeout=60) for n in range(60)))
+    answers = await asyncio.gather(*(client.ask(f"prompt {n}", resumable=n % 3 == 0, timeout=240) for n in range(60)))
     forgetting.cancel()
     assert [answer.error for answer in answers] == [None] * 60
     assert [answer.text for answer in answers] == [text_of(f"prompt {n}".encode(), 8) for n in range(60)]
@@ -255,7 +255,7 @@ async def test_gateways_live_on_their_shares_and_the_fleets_total_holds(rig: Rig
 
         def ask(num_requests: int) -> list[asyncio.Task[Answer]]:
             return [
-                asyncio.create_task(client.ask(sampling=SAMPLING, timeout=60))
+                asyncio.create_task(client.ask(sampling=SAMPLING, timeout=240))
                 for _ in range(num_requests)
                 for client in clients
             ]
