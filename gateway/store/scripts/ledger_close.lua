@@ -13,10 +13,11 @@ local function is_written()
   return false
 end
 
+-- One that was reaped may be open again: its opening has been repeated, as the first one's answer was lost.
 local function is_due()
-  if redis.call('HDEL', KEYS[3], id) == 1 then return true end
+  local was_open = redis.call('HDEL', KEYS[3], id) == 1
   local reaped_as = redis.call('HGET', KEYS[5], id)
-  if not reaped_as then return not is_written() end
+  if not reaped_as then return was_open or not is_written() end
   redis.call('XDEL', KEYS[1], reaped_as)
   redis.call('HDEL', KEYS[5], id)
   return true

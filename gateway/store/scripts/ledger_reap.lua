@@ -36,6 +36,8 @@ for _, owner in ipairs(call('SMEMBERS', KEYS[8])) do
       local parts, fields = read_record(call('HGET', open, id))
       settle_lost(owner, fields)
       call('HDEL', open, id)
+      local earlier = call('HGET', reaped, id) -- it was open again: see ledger_close
+      if earlier then call('XDEL', KEYS[7], earlier) end
       call('HSET', reaped, id, call('XADD', KEYS[7], 'MAXLEN', '~', ARGV[2], '*', unpack(parts)))
       call('PEXPIRE', reaped, KEPT_MS)
       num_closed = num_closed + 1

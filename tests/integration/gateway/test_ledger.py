@@ -285,6 +285,26 @@ async def test_a_gateway_that_was_thought_dead_replaces_what_others_wrote(
     await other.leave()
 
 
+async def test_a_record_that_is_opened_again_after_it_was_reaped_stays_one(
+    redis_url: str, redis_client: redis.Redis, pool: str
+) -> None:
+    """An opening is repeated whose answer was lost, as the gateway was cut off until it was taken for dead."""
+    me, other = (RedisLedger(redis_url, pool=pool, gateway_id=name, max_records=100) for name in ("me", "other"))
+    for generated_tokens in (2, 3):
+        await me.open(usage(generated_tokens=generated_tokens))
+        assert await other.reap() == 1
+        [record] = records(redis_client, pool)
+        assert (record["outcome"], record["generated_tokens"]) == ("lost", str(generated_tokens))
+    await me.open(usage())
+    closings = [await me.close(usage(outcome="completed", generated_tokens=7)) for _ in range(2)]
+    assert closings == [True, False]
+    [record] = records(redis_client, pool)
+    assert (record["outcome"], record["generated_tokens"]) == ("completed", "7")
+    assert not redis_client.exists(PoolKeys(pool).reaped_records("me"))
+    await me.leave()
+    await other.leave()
+
+
 async def test_what_a_dead_gateway_had_reserved_is_settled_unless_another_has_it_now(
     redis_url: str, redis_client: redis.Redis, pool: str
 ) -> None:
