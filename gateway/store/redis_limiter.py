@@ -78,6 +78,9 @@ class RedisLimiter:
         self, tenant: str, request_id: str, cost: Cost, limits: TenantLimits, *, patience_s: float = 60.0
     ) -> Coroutine[Any, Any, Remaining]:
         """Takes the whole cost, or raises LimitExceededError and writes nothing. See `Limiter.reserve`."""
+        former = self._unsettled.pop(request_id, None) if patience_s > 0 else None
+        if former is not None:  # of an earlier request of this id, which has ended
+            self._send_settle(former[0], request_id, former[1])
         reply = None if patience_s <= 0 else self._take(tenant, request_id, cost.num_tokens, limits)
         return self._reserved(reply, tenant, request_id, cost, limits, patience_s)
 
@@ -246,10 +249,15 @@ class RedisLimiter:
         else:
             self._accounts.owe([text(request_id) for request_id in unknown])
         self._generation = text(generation)
+        await self._settle_left()
         await self._share({text(tenant) for tenant in recalled})
-        for request_id, (tenant, tokens) in list(self._unsettled.items()):
-            await self._run("settle", tenant, request_id, tokens)
-            self._unsettled.pop(request_id, None)
+
+    async def _settle_left(self) -> None:
+        """Before shares are charged: that gives ids of requests that have ended to new ones."""
+        for request_id in list(self._unsettled):
+            if request_id in self._unsettled:  # and was not reserved anew since the last of these was sent
+                tenant, tokens = self._unsettled.pop(request_id)
+                await self._send_settle(tenant, request_id, tokens)
 
     async def _share(self, recalled: set[str]) -> None:
         """Charges uses of the shares, and renews those of tenants that are active or have something to tell."""

@@ -17,12 +17,16 @@ import pytest_asyncio
 import redis
 import uvloop
 
+from common.clock import SystemClock
 from common.errors import UnavailableError
 from common.local_redis import LocalRedis
 from common.types import Reason
+from gateway.admission.limiter import Cost
+from gateway.admission.limits import TenantLimits
 from gateway.queueing.queue import InboxMessage, Place, WorkerRecord
 from gateway.store.connection import store_errors
 from gateway.store.patience import Patience
+from gateway.store.redis_limiter import RedisLimiter
 from gateway.store.redis_queue import QueueSettings, RedisQueue
 from tests.support.queueing import entry, eventually, ids, report
 from tests.support.redis import request_keys
@@ -119,6 +123,36 @@ async def test_a_heartbeat_removes_nothing_that_is_enqueued_anew_while_it_remove
     assert await queue.heartbeat(ttl_s=60) == []
     assert await queue.owner_of("b") == "g1"
     assert await finish("b")
+
+
+async def test_what_an_ended_request_has_not_paid_for_costs_a_later_one_of_its_id_nothing(
+    redis_url: str, pool: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limits = TenantLimits(max_concurrent=5)
+    limiter = RedisLimiter(redis_url, pool=pool, gateway_id="g1", clock=SystemClock(), uniform=lambda low, _: low)
+    try:
+        await limiter.renew()
+        for name in ("a", "b"):
+            await limiter.reserve("acme", name, Cost(1, 1), limits)
+            limiter._unsettled[name] = "acme", 1  # the store did not answer
+        send = limiter._send_settle
+
+        async def settle_and_reserve() -> None:
+            await send("acme", "a", 1)
+            await limiter.reserve("acme", "b", Cost(1, 1), limits)
+
+        def send_and_reserve(tenant: str, request_id: str, tokens: int) -> asyncio.Future[Any]:
+            if request_id == "a":
+                return asyncio.ensure_future(settle_and_reserve())
+            return send(tenant, request_id, tokens)
+
+        monkeypatch.setattr(limiter, "_send_settle", send_and_reserve)
+        await limiter.renew()
+        [left] = await limiter.remaining({"acme": limits})
+        assert left.concurrent == 4, "the later one has its slot"
+        assert limiter._unsettled == {}
+    finally:
+        await limiter.close()
 
 
 class TestRestart:
