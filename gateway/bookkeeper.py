@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import structlog
@@ -65,38 +65,39 @@ class Bookkeeper:
         self._noted[record.record_id] = record
         return self._ledger.open(record)
 
-    def close(self, live: LiveRequest, outcome: Outcome) -> Coroutine[Any, Any, None]:
-        """Writes what it has used and how it ended, now or later. Nothing for one that was not accepted.
+    def close(self, live: LiveRequest, outcome: Outcome) -> asyncio.Future[bool] | None:
+        """Writes what it has used and how it ended, now or later. None, and nothing, for one that was not accepted.
 
-        Sent by the call itself, and to be awaited for the answer.
+        Sent by the call itself, and to be awaited for the answer, which may be that the store cannot be reached.
         """
         if not live.record_id:
-            return _nothing()
+            return None
         self._noted.pop(live.record_id, None)
         record = self._record(live, outcome)
         self._unwritten[record.record_id] = record
         return self._write(record)
 
-    def _write(self, record: UsageRecord) -> Coroutine[Any, Any, None]:
-        self._on_the_way.add(record.record_id)
-        return self._written(record.record_id, self._ledger.close(record))
+    def _write(self, record: UsageRecord) -> asyncio.Future[bool]:
+        record_id = record.record_id
 
-    async def _written(self, record_id: str, closing: Awaitable[bool]) -> None:
-        try:
-            await closing
-        except UnavailableError as error:
-            self._store.failed(error)
-        else:
-            self._unwritten.pop(record_id, None)
-        finally:
+        def note(closing: asyncio.Future[bool]) -> None:
             self._on_the_way.discard(record_id)
+            if not closing.cancelled() and closing.exception() is None:
+                self._unwritten.pop(record_id, None)
+
+        self._on_the_way.add(record_id)
+        closing = self._ledger.close(record)
+        closing.add_done_callback(note)
+        return closing
 
     async def _write_left(self) -> None:
         for record_id, record in list(self._unwritten.items()):
             if record_id in self._on_the_way:
                 continue
-            await self._write(record)
-            if record_id in self._unwritten:  # the store is away: each of the others would wait as long for nothing
+            try:
+                await self._write(record)
+            except UnavailableError as error:  # each of the others would wait as long for nothing
+                self._store.failed(error)
                 return
 
     async def _loop(self) -> None:
@@ -172,7 +173,3 @@ class Bookkeeper:
             outcome="" if outcome is None else live.lifecycle.state.value,
             reason=reason,
         )
-
-
-async def _nothing() -> None:
-    """There is nothing to write."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -403,26 +403,24 @@ class Handler:
         elif live.entering is not None:  # nobody waits for that any more: if it is still to come, the queue undoes it
             live.entering.cancel()
             live.is_enqueued = _has_entered(live)
-        leaving: list[Coroutine[Any, Any, object]] = []  # sent together; each makes up for it if there is no answer
-        try:
-            if live.is_enqueued:
-                leaving.append(self._queue.finish(live.fleet_id))
-            if live.is_reserved:
-                leaving.append(self._settle(live, num_output_tokens))
-            if live.pen is None:
-                leaving.append(self._books.close(live, outcome))
-            for step in leaving:
+        try:  # sent together; each makes up for it if there is no answer
+            finishing = self._queue.finish(live.fleet_id) if live.is_enqueued else None
+            settling = self._settle(live, num_output_tokens) if live.is_reserved else None
+            closing = self._books.close(live, outcome) if live.pen is None else None
+            for step in (finishing, settling, closing):
                 with self._store.watched():
-                    await step
+                    if step is not None:
+                        await step
             if live.pen is not None:  # the books say what the journal has
                 await self._resumption.end(live)
-                await self._books.close(live, outcome)
+                closing = self._books.close(live, outcome)
+                with self._store.watched():
+                    if closing is not None:
+                        await closing
         finally:
-            for step in leaving:  # if this one is cancelled, nobody waits for those behind it
-                step.close()
             self._dispatcher.unregister(live)
 
-    def _settle(self, live: LiveRequest, num_output_tokens: int) -> Coroutine[Any, Any, None]:
+    def _settle(self, live: LiveRequest, num_output_tokens: int) -> Awaitable[None]:
         """Pays for what was done: nothing, if no worker ever had the request."""
         was_taken = live.taken_at is not None
         return self._limiter.settle(

@@ -49,7 +49,7 @@ class Ledger(Protocol):
         """Renews open records, so that little is lost with this gateway. Those that are not open stay closed."""
         ...
 
-    async def close(self, record: UsageRecord) -> bool:
+    def close(self, record: UsageRecord) -> asyncio.Future[bool]:
         """Writes a record for good. False, and nothing is written, if that was done already. May be repeated.
 
         Sent by the call itself, and to be awaited for the answer.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Coroutine, Mapping
+from collections.abc import Awaitable, Coroutine, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -54,7 +54,9 @@ class Limiter(Protocol):
         """
         ...
 
-    async def settle(self, tenant: str, request_id: str, *, num_prompt_tokens: int, num_output_tokens: int) -> None:
+    def settle(
+        self, tenant: str, request_id: str, *, num_prompt_tokens: int, num_output_tokens: int
+    ) -> Awaitable[None]:
         """Replaces the reservation by what was used. Idempotent. Sent by the call itself, and to be awaited for the
         answer. One that the store did not answer is repeated with the next `renew`."""
         ...

@@ -194,7 +194,7 @@ class Queue(Protocol):
         be repeated: it then counts twice, which costs the flow a few turns, and no request."""
         ...
 
-    async def finish(self, request_id: str) -> bool:
+    def finish(self, request_id: str) -> Awaitable[bool]:
         """Removes every trace of a request of this gateway, waiting or claimed. False if there was none. Idempotent.
 
         Sent by the call itself, and to be awaited for the answer. One that the store did not answer is repeated with

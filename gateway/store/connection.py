@@ -76,11 +76,6 @@ def text(reply: Any) -> str:
     return reply.decode()
 
 
-async def as_bool(reply: asyncio.Future[Any]) -> bool:
-    """A number of a reply, as yes or no. Who is cancelled while he waits takes the reply from nobody."""
-    return bool(await asyncio.shield(reply))
-
-
 def microseconds(seconds: float) -> int:
     """A duration as scripts take it."""
     return round(seconds * 1e6)
@@ -170,14 +165,21 @@ class Link:
         return script
 
     def send(
-        self, script: Script, keys: Sequence[str], arguments: Sequence[Argument], *, at_once: bool = False
+        self,
+        script: Script,
+        keys: Sequence[str],
+        arguments: Sequence[Argument],
+        *,
+        at_once: bool = False,
+        read: Callable[[Any], Any] | None = None,
     ) -> asyncio.Future[Any]:
         """Sends a script. The reply fails with UnavailableError(STORE_UNAVAILABLE) if the store is out of reach.
 
-        `at_once`: it and what was sent before are written now, unless many calls are under way.
+        `at_once`: it and what was sent before are written now, unless many calls are under way. `read` makes the reply
+        of what the server says.
         """
         reply = asyncio.get_running_loop().create_future()
-        call = Call(script.source, keys, arguments, reply)
+        call = Call(script.source, keys, arguments, reply, read)
         self._trunk.wire().send(script.pack(keys, arguments), call, at_once=at_once)
         return reply
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Coroutine, Sequence
+from collections.abc import Sequence
 from itertools import chain
 from typing import Any
 
 from gateway.ledger import UsageRecord
-from gateway.store.connection import Argument, Link, Trunk, as_bool
+from gateway.store.connection import Argument, Link, Trunk
 from gateway.store.keys import PoolKeys
 
 _TIMEOUT_S = 2.0
@@ -50,9 +50,10 @@ class RedisLedger:
         """Renews open records. See `Ledger.note`."""
         await self._send("ledger_note", *(it for record in records for it in (record.record_id, _packed(record))))
 
-    def close(self, record: UsageRecord) -> Coroutine[Any, Any, bool]:
+    def close(self, record: UsageRecord) -> asyncio.Future[bool]:
         """Writes a record for good. See `Ledger.close`."""
-        return as_bool(self._send("ledger_close", self._max_records, *_flat(record)))
+        arguments = (self._max_records, *_flat(record))
+        return self._link.send(self._scripts["ledger_close"], self._keys, arguments, read=bool)
 
     async def reap(self) -> int:
         """Closes what dead gateways left open. See `Ledger.reap`."""

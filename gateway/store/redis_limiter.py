@@ -177,7 +177,7 @@ class RedisLimiter:
         await asyncio.wait([reply])
         error = reply.exception()
         if error is None and reply.result()[0] == 0:
-            await self._settle(tenant, request_id, 0)
+            await self._send_settle(tenant, request_id, 0)
         elif isinstance(error, UnavailableError):
             self._unsettled[request_id] = tenant, 0
 
@@ -190,9 +190,9 @@ class RedisLimiter:
         if use is not None:
             self._counted(request_id, self._accounts.reservation_of(tenant, use))
             if use.state.is_over:
-                await self._settle(tenant, request_id, use.tokens)
+                await self._send_settle(tenant, request_id, use.tokens)
         elif request_id not in self._accounts.running:  # it has been charged, and has ended
-            await self._settle(tenant, request_id, 0)
+            await self._send_settle(tenant, request_id, 0)
 
     def is_confirmed(self, request_id: str) -> bool:
         """Whether the store counts a running request already. See `Limiter.is_confirmed`."""
@@ -213,15 +213,16 @@ class RedisLimiter:
 
     def settle(
         self, tenant: str, request_id: str, *, num_prompt_tokens: int, num_output_tokens: int
-    ) -> Coroutine[Any, Any, None]:
+    ) -> asyncio.Future[Any]:
         """Replaces the reservation by what was used. See `Limiter.settle`."""
         tokens = num_prompt_tokens + num_output_tokens
         account = self._accounts.find(tenant)
         is_use = account is not None and account.share.end(request_id, tokens)
-        return _answered(None if is_use else self._send_settle(tenant, request_id, tokens))
-
-    async def _settle(self, tenant: str, request_id: str, tokens: int) -> None:
-        await _answered(self._send_settle(tenant, request_id, tokens))
+        if not is_use:
+            return self._send_settle(tenant, request_id, tokens)
+        nothing_to_send = asyncio.get_running_loop().create_future()
+        nothing_to_send.set_result(None)
+        return nothing_to_send
 
     def _send_settle(self, tenant: str, request_id: str, tokens: int) -> asyncio.Future[Any]:
         self._accounts.settle(request_id, tokens)
@@ -299,11 +300,6 @@ class RedisLimiter:
 
     def _send(self, name: str, *arguments: Argument) -> asyncio.Future[Any]:
         return self._link.send(self._scripts[name], self._pool_keys, (self._keys.prefix, *arguments))
-
-
-async def _answered(reply: asyncio.Future[Any] | None) -> None:
-    if reply is not None:
-        await asyncio.shield(reply)
 
 
 def _remaining(numbers: Sequence[int]) -> Remaining:

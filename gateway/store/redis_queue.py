@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,7 +28,7 @@ from gateway.queueing.queue import (
     WorkerRecord,
     WorkerReport,
 )
-from gateway.store.connection import Argument, Link, Trunk, as_bool, microseconds, read_script, text
+from gateway.store.connection import Argument, Link, Trunk, microseconds, read_script, text
 from gateway.store.inbox import Inbox
 from gateway.store.keys import PoolKeys
 
@@ -189,7 +189,7 @@ class RedisQueue:
         error = reply.exception()
         arrival = _ALREADY_LIVE if error is not None else reply.result()
         if arrival >= 0 and entering.cancelled():
-            self._link.start(self._finish(entry.request_id, str(arrival)))
+            self._finish(entry.request_id, str(arrival))
         if entering.done():
             return
         if arrival >= 0:
@@ -221,13 +221,13 @@ class RedisQueue:
             arguments += [flow.model, int(flow.band), flow.tenant, num_tokens]
         await self._run("charge", *arguments)
 
-    def finish(self, request_id: str) -> Coroutine[Any, Any, bool]:
+    def finish(self, request_id: str) -> asyncio.Future[bool]:
         """Removes every trace of a request of this gateway. See `Queue.finish`."""
         return self._finish(request_id, "")
 
-    def _finish(self, request_id: str, arrival: str) -> Coroutine[Any, Any, bool]:
+    def _finish(self, request_id: str, arrival: str) -> asyncio.Future[bool]:
         self._live.discard(request_id)
-        return as_bool(self._send_for(request_id, "finish", request_id, self._gateway_id, arrival))
+        return self._send_for(request_id, "finish", request_id, self._gateway_id, arrival, read=bool)
 
     async def owner_of(self, request_id: str) -> str | None:
         """The gateway that holds the request's stream, or None."""
@@ -316,18 +316,27 @@ class RedisQueue:
     async def _run(self, name: str, *arguments: Argument) -> Any:
         return await self._send(name, *arguments)
 
-    def _send(self, name: str, *arguments: Argument, at_once: bool = False) -> asyncio.Future[Any]:
+    def _send(
+        self, name: str, *arguments: Argument, at_once: bool = False, read: Callable[[Any], Any] | None = None
+    ) -> asyncio.Future[Any]:
         keys, with_prefix = self._pool_keys, (self._keys.prefix, *arguments)
-        return self._link.send(self._scripts[name], keys, with_prefix, at_once=at_once)
+        return self._link.send(self._scripts[name], keys, with_prefix, at_once=at_once, read=read)
 
-    def _send_for(self, request_id: str, name: str, *arguments: Argument, at_once: bool = False) -> asyncio.Future[Any]:
+    def _send_for(
+        self,
+        request_id: str,
+        name: str,
+        *arguments: Argument,
+        at_once: bool = False,
+        read: Callable[[Any], Any] | None = None,
+    ) -> asyncio.Future[Any]:
         """Sends what changes a request; without an answer, be there still a caller or not, it is in doubt."""
 
         def note(reply: asyncio.Future[Any]) -> None:
             if not reply.cancelled() and isinstance(reply.exception(), UnavailableError):
                 self._doubtful.add(request_id)
 
-        reply = self._send(name, *arguments, at_once=at_once)
+        reply = self._send(name, *arguments, at_once=at_once, read=read)
         reply.add_done_callback(note)
         return reply
 

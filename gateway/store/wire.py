@@ -48,6 +48,7 @@ class Call(NamedTuple):
     keys: Sequence[str]
     arguments: Sequence[Argument]
     reply: asyncio.Future[Any]
+    read: Callable[[Any], Any] | None = None  # makes the reply of what the server has said
 
 
 def pack_parts(parts: Sequence[Argument]) -> bytes:
@@ -178,7 +179,7 @@ class Wire(asyncio.Protocol):
     def _answer(self, call: Call, reply: Any) -> None:
         if not isinstance(reply, exceptions.ResponseError):
             if not call.reply.done():  # else its caller was cancelled
-                call.reply.set_result(reply)
+                call.reply.set_result(reply if call.read is None else call.read(reply))
             return
         message = str(reply)
         if message.startswith(_UNKNOWN_SCRIPT):  # it has not run: resending it is safe

@@ -31,6 +31,7 @@ class FakeLedger:
     closed: list[UsageRecord] = field(default_factory=list)
     num_reaps: int = 0
     tries_until_back: int | None = None
+    is_silent: bool = False
 
     def _answer(self) -> None:
         if self.is_down and self.tries_until_back is not None:
@@ -50,10 +51,17 @@ class FakeLedger:
         self.noted.extend(records)
         self.note_sizes.append(len(records))
 
-    async def close(self, record: UsageRecord) -> bool:
-        self._answer()
-        self.closed.append(record)
-        return True
+    def close(self, record: UsageRecord) -> asyncio.Future[bool]:
+        closing: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
+        try:
+            self._answer()
+        except UnavailableError as error:
+            closing.set_exception(error)
+        else:
+            if not self.is_silent:
+                self.closed.append(record)
+                closing.set_result(True)
+        return closing
 
     async def reap(self) -> int:
         self._answer()
@@ -123,7 +131,10 @@ async def test_what_the_store_cannot_take_is_written_when_it_can(desk: Desk) -> 
     desk.ledger.is_down = True
     outcome = finished(FinishReason.LENGTH)
     live.lifecycle.finish(outcome)
-    await desk.books.close(live, outcome)
+    closing = desk.books.close(live, outcome)
+    assert closing is not None
+    with pytest.raises(UnavailableError):
+        await closing
     await desk.books.look()
     assert desk.ledger.closed == []
     desk.ledger.is_down = False
@@ -141,21 +152,26 @@ async def test_what_could_not_be_opened_is_closed_all_the_same(desk: Desk) -> No
     desk.ledger.is_down = False
     outcome = finished(FinishReason.CANCELLED)
     live.lifecycle.finish(outcome)
-    await desk.books.close(live, outcome)
+    desk.books.close(live, outcome)
     assert [record.record_id for record in desk.ledger.closed] == ["a"]
-    await desk.books.close(live_request("r2"), outcome)  # never opened
+    assert desk.books.close(live_request("r2"), outcome) is None, "it was never opened"
     assert len(desk.ledger.closed) == 1
 
 
-@pytest.mark.filterwarnings("ignore:coroutine 'FakeLedger.close' was never awaited")
-async def test_a_closing_that_nobody_waits_for_any_more_is_written_at_the_end(desk: Desk) -> None:
+@pytest.mark.parametrize("is_cancelled", [True, False])
+async def test_a_closing_without_an_answer_is_written_again_at_the_end(desk: Desk, *, is_cancelled: bool) -> None:
     live = live_request()
     await desk.books.open(live)
     outcome = finished(FinishReason.LENGTH)
     live.lifecycle.finish(outcome)
-    desk.books.close(live, outcome).close()  # whoever was to wait for it was cancelled
+    desk.ledger.is_silent = True
+    closing = desk.books.close(live, outcome)
+    assert closing is not None
+    desk.ledger.is_silent = False
     await desk.books.look()
     assert desk.ledger.closed == []  # it may be on its way
+    if is_cancelled:
+        closing.cancel()
     await desk.books.stop(patience_s=10)
     assert [record.record_id for record in desk.ledger.closed] == ["a"]
 
@@ -168,7 +184,10 @@ async def test_a_store_that_is_away_at_the_end_is_waited_for_but_not_for_ever(de
         live = live_request(name)
         desk.books.promise(live)
         live.lifecycle.finish(outcome)
-        await desk.books.close(live, outcome)
+        closing = desk.books.close(live, outcome)
+        assert closing is not None
+        with pytest.raises(UnavailableError):
+            await closing
     desk.ledger.tries_until_back = 2 if comes_back else None
     await desk.books.stop(patience_s=60 if comes_back else 0.5)
     assert [record.request_id for record in desk.ledger.closed] == (["acme/r1", "acme/r2"] if comes_back else [])
