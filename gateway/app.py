@@ -49,6 +49,7 @@ from gateway.tenant_edits import TenantEdits
 from gateway.tenants import Tenants
 
 _log = structlog.get_logger(__name__)
+_NUM_LISTENERS = 4
 
 _LAST_STEPS_S = 5.0  # for what ended requests still have to write
 
@@ -335,6 +336,7 @@ def _server_options(settings: GatewaySettings) -> ServerOptions:
         min_ping_interval_s=settings.min_ping_interval_s,
         max_connection_age_s=settings.max_connection_age_s,
         reuse_port=settings.processes > 1,
+        num_listeners=_NUM_LISTENERS,
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -39,6 +40,9 @@ class ServerOptions:
     # CANCELLED; its own bound of 1000 is less than a crowd that reconnects. Refusing is the queue's business.
     max_pending_calls: int = 20_000
     max_pending_s: int = 300  # and for no longer; the library's own 30 s are less than a crowd may take that reconnects
+    # Each accepts calls by itself, one at a time, which takes the library some turns of the event loop: where these are
+    # long, new calls would wait for one another. A client's connection stays with the listener that took it.
+    num_listeners: int = 1
     reuse_port: bool = False  # several processes on one port: only if asked for, else they hide each other
 
     def to_grpc(self) -> list[tuple[str, int]]:
@@ -56,7 +60,7 @@ class ServerOptions:
             ("grpc.server.max_pending_requests", self.max_pending_calls),
             ("grpc.server.max_pending_requests_hard_limit", 2 * self.max_pending_calls),
             ("grpc.server_max_unrequested_time_in_server", self.max_pending_s),
-            ("grpc.so_reuseport", int(self.reuse_port)),
+            ("grpc.so_reuseport", int(self.reuse_port or self.num_listeners > 1)),
         ]
         if self.max_connection_age_s is not None:
             # gRPC itself spreads the age by a tenth, so that clients do not come back all at once.
@@ -66,7 +70,7 @@ class ServerOptions:
 
 
 class RpcServer:
-    """A grpc.aio server with health (Check and Watch, by service and overall) and reflection.
+    """One grpc.aio server for each listener, with health (Check and Watch, by service and overall) and reflection.
 
     Every service is NOT_SERVING until `set_serving` says otherwise.
     """
@@ -78,14 +82,17 @@ class RpcServer:
         authenticators: Mapping[str, Authenticator] | None = None,
     ) -> None:
         """`authenticators` by full service name; services without one are open."""
-        self._server = grpc.aio.server(options=options.to_grpc())
-        self._registry = Registry(self._server, Surroundings(clock, options.max_receive_message_bytes, authenticators))
+        surroundings = Surroundings(clock, options.max_receive_message_bytes, authenticators)
+        self._servers = [grpc.aio.server(options=options.to_grpc()) for _ in range(options.num_listeners)]
+        self._registries = [Registry(server, surroundings) for server in self._servers]
+        self._is_port_shared = options.reuse_port
         self._health = health.aio.HealthServicer()
         self._names: list[str] = []
 
     def add(self, service_name: str, register: Callable[[Any, Any], None], servicer: object) -> None:
         """Adds a service before `start`: its full name, the generated `add_*Servicer_to_server`, the implementation."""
-        register(servicer, self._registry)
+        for registry in self._registries:
+            register(servicer, registry)
         self._names.append(service_name)
 
     async def start(self, listen: str, credentials: grpc.ServerCredentials | None = None) -> int:
@@ -93,20 +100,27 @@ class RpcServer:
 
         Raises ListenError if it is taken.
         """
-        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._registry)
         names = [*self._names, HEALTH_SERVICE, reflection.SERVICE_NAME]
         describer = reflection.aio.ReflectionServicer(names)
-        reflection_pb2_grpc.add_ServerReflectionServicer_to_server(describer, self._registry)
+        for registry in self._registries:
+            health_pb2_grpc.add_HealthServicer_to_server(self._health, registry)
+            reflection_pb2_grpc.add_ServerReflectionServicer_to_server(describer, registry)
         await self.set_serving(["", *self._names], is_serving=False)
         await self._health.set(HEALTH_SERVICE, health_pb2.HealthCheckResponse.SERVING)
-        try:
-            if credentials is None:
-                port = self._server.add_insecure_port(listen)
-            else:
-                port = self._server.add_secure_port(listen, credentials)
-        except RuntimeError as error:  # all that the library says
-            raise ListenError(f"cannot listen at {listen}") from error
-        await self._server.start()
+        if len(self._servers) > 1 and not self._is_port_shared:
+            await _check_free(listen)
+        port, address = 0, listen
+        for server in self._servers:
+            try:
+                if credentials is None:
+                    port = server.add_insecure_port(address)
+                else:
+                    port = server.add_secure_port(address, credentials)
+            except RuntimeError as error:  # all that the library says
+                raise ListenError(f"cannot listen at {listen}") from error
+            address = f"{listen.rpartition(':')[0]}:{port}"
+        for server in self._servers:
+            await server.start()
         if credentials is None and listen.rpartition(":")[0] not in _LOOPBACK:
             _log.warning("listening_in_plain_text", listen=listen)
         return port
@@ -131,8 +145,24 @@ class RpcServer:
 
     async def stop(self, grace_s: float) -> None:
         """Takes no new calls (GOAWAY), gives running ones `grace_s` seconds, then cancels them."""
-        await self._server.stop(grace_s)
+        await asyncio.gather(*(server.stop(grace_s) for server in self._servers))
 
     async def wait(self) -> None:
         """Returns when the server has stopped."""
-        await self._server.wait_for_termination()
+        await asyncio.gather(*(server.wait_for_termination() for server in self._servers))
+
+
+async def _check_free(listen: str) -> None:
+    """Raises ListenError if another program listens at host:port; listeners that share a port would not notice it."""
+    host, _, port = listen.rpartition(":")
+    if not int(port):
+        return
+    try:
+        found = await asyncio.get_running_loop().getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)
+        family, kind, protocol, _, address = found[0]
+        with socket.socket(family, kind, protocol) as one:
+            one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # what is only closing is no obstacle
+            one.bind(address)
+            one.listen()
+    except OSError as error:
+        raise ListenError(f"cannot listen at {listen}") from error

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import AsyncIterator
 from typing import Any
 
 import grpc
 import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from common.clock import SystemClock
 from common.errors import LimitExceededError, UnauthenticatedError
@@ -137,11 +139,31 @@ async def test_a_bad_message_in_the_middle_of_a_stream_ends_it(server: tuple[Inf
     assert reason_of(caught.value) == "MALFORMED_MESSAGE"
 
 
-async def test_a_taken_port_is_named() -> None:
-    options = ServerOptions(SIZE, SIZE)
+@pytest.mark.parametrize("host", ["127.0.0.1", "[::1]", "[::]", "localhost"])
+@pytest.mark.parametrize("num_listeners", [1, 3])
+async def test_a_taken_port_is_named(host: str, num_listeners: int) -> None:
+    options = ServerOptions(SIZE, SIZE, num_listeners=num_listeners)
     first, second = RpcServer(options, SystemClock()), RpcServer(options, SystemClock())
-    port = await first.start("127.0.0.1:0")
-    with pytest.raises(ListenError, match=f"127.0.0.1:{port}"):
-        await second.start(f"127.0.0.1:{port}")
+    port = await first.start(f"{host}:0")
+    with pytest.raises(ListenError, match=re.escape(f"{host}:{port}")):
+        await second.start(f"{host}:{port}")
     await first.stop(0)
     await second.stop(0)
+
+
+async def test_every_listener_of_a_port_serves_and_stops() -> None:
+    server = RpcServer(ServerOptions(SIZE, SIZE, num_listeners=3), SystemClock())
+    server.add("inference.v1.Inference", inference_pb2_grpc.add_InferenceServicer_to_server, Inference())
+    port = await server.start("127.0.0.1:0")
+    await server.set_serving(["", "inference.v1.Inference"], is_serving=True)
+    for number in range(24):  # a connection each; all with one listener once in a hundred billion runs
+        own = [("grpc.use_local_subchannel_pool", 1), ("grpc.keepalive_timeout_ms", 20_000 + number)]
+        async with grpc.aio.insecure_channel(f"127.0.0.1:{port}", options=own) as channel:
+            stub = health_pb2_grpc.HealthStub(channel)
+            answer = await stub.Check(health_pb2.HealthCheckRequest(service="inference.v1.Inference"), timeout=30)
+            assert answer.status == health_pb2.HealthCheckResponse.SERVING
+    await server.stop(0)
+    await server.wait()
+    again = RpcServer(ServerOptions(SIZE, SIZE, num_listeners=3), SystemClock())
+    assert await again.start(f"127.0.0.1:{port}") == port
+    await again.stop(0)
