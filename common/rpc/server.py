@@ -107,6 +107,8 @@ class RpcServer:
             reflection_pb2_grpc.add_ServerReflectionServicer_to_server(describer, registry)
         await self.set_serving(["", *self._names], is_serving=False)
         await self._health.set(HEALTH_SERVICE, health_pb2.HealthCheckResponse.SERVING)
+        if listen.startswith("unix:"):  # only ports can be shared
+            del self._servers[1:]
         if len(self._servers) > 1 and not self._is_port_shared:
             await _check_free(listen)
         port, address = 0, listen

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import re
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -167,3 +168,13 @@ async def test_every_listener_of_a_port_serves_and_stops() -> None:
     again = RpcServer(ServerOptions(SIZE, SIZE, num_listeners=3), SystemClock())
     assert await again.start(f"127.0.0.1:{port}") == port
     await again.stop(0)
+
+
+async def test_a_socket_in_the_file_system_has_one_listener(tmp_path: Path) -> None:
+    server = RpcServer(ServerOptions(SIZE, SIZE, num_listeners=3), SystemClock())
+    await server.start(f"unix:{tmp_path}/socket")
+    async with grpc.aio.insecure_channel(f"unix:{tmp_path}/socket") as channel:
+        answer = await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=30)
+        assert answer.status == health_pb2.HealthCheckResponse.NOT_SERVING
+    await server.stop(0)
+    await server.wait()
