@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
+from common.errors import TidegateError
 from common.types import FinishReason, PositionLogprobs, Usage
 from gateway.admission.limits import Remaining
 from gateway.lifecycle import Outcome, finished
@@ -48,6 +50,19 @@ class Finished:
 Event = Accepted | TextDelta | Finished
 
 
+class Outlet(Protocol):
+    """The way to a client, for text that needs nobody to wait for it."""
+
+    on_stuck: Callable[[TidegateError], None]  # the client does not read what was sent
+
+    @property
+    def is_free(self) -> bool:
+        """Whether all that was sent so far is on its way."""
+
+    def send(self, delta: TextDelta) -> None:
+        """Sends text while it is free."""
+
+
 class Answer:
     """Turns what the worker delivers into text. The same for a streamed and a whole answer."""
 
@@ -58,6 +73,22 @@ class Answer:
         self._live = live
         self._text = TextStream(request.model.text, request.stop, request.sampling.stop_token_ids)
         self.num_completion_tokens = 0
+
+    def pour(self, token_ids: Sequence[int], logprobs: Sequence[PositionLogprobs], outlet: Outlet) -> bool:
+        """Sends the text of tokens right away. False if they are for `take`: the outlet is not free, or the client
+        knows some of them."""
+        if not outlet.is_free or self.num_completion_tokens < self._offset:
+            return False
+        delta = self._push(token_ids, logprobs)
+        self._live.num_delivered_tokens = self.num_completion_tokens
+        if delta.text or delta.token_ids or delta.logprobs:
+            outlet.send(delta)
+        return True
+
+    @property
+    def is_stopped(self) -> bool:
+        """Whether a stop string has ended the text."""
+        return self._text.is_stopped
 
     def take(self, delivery: Delivery) -> tuple[list[TextDelta], Outcome | None]:
         """What is to be sent now, and the outcome if this was the end."""
@@ -82,7 +113,7 @@ class Answer:
         self._live.num_delivered_tokens = self.num_completion_tokens
         return [delta for delta in deltas if delta.text or delta.token_ids or delta.logprobs], outcome
 
-    def _push(self, token_ids: list[int], logprobs: list[PositionLogprobs]) -> TextDelta:
+    def _push(self, token_ids: Sequence[int], logprobs: Sequence[PositionLogprobs]) -> TextDelta:
         pushed = self._text.push(token_ids)
         self.num_completion_tokens += pushed.num_tokens
         are_ids_wanted = self._live.request.return_token_ids

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,11 +18,11 @@ from common.errors import (
     UnavailableError,
 )
 from common.metrics import GatewayMetrics
-from common.types import FinishReason, Reason
+from common.types import FinishReason, PositionLogprobs, Reason
 from common.waiting import done_within
 from gateway.admission.drain_rate import DrainRate
 from gateway.admission.limiter import Cost, Limiter
-from gateway.answer import Accepted, Answer, Event, TextDelta
+from gateway.answer import Accepted, Answer, Event, Outlet, TextDelta
 from gateway.background import Background
 from gateway.bookkeeper import Bookkeeper
 from gateway.dispatcher import Dispatcher
@@ -30,7 +30,7 @@ from gateway.ended import show_ended
 from gateway.journal import Pen
 from gateway.lifecycle import Outcome, RequestState, failed, finished, gone
 from gateway.live import LiveRequest, ReadyRequest
-from gateway.mailbox import Delivery
+from gateway.mailbox import Delivery, Tap
 from gateway.placement.fleet import Fleet
 from gateway.prompts import PromptReader
 from gateway.queueing.queue import Entering, Queue
@@ -136,13 +136,16 @@ class Handler:
         if self._refusal is not None:
             raise self._refusal()
 
-    def generate(self, tenant: Tenant, call: GenerateCall, deadline: float | None) -> AsyncGenerator[Event, None]:
-        """The events of one answer. `deadline`: monotonic seconds at which the client gives up.
+    def generate(
+        self, tenant: Tenant, call: GenerateCall, deadline: float | None, outlet: Outlet | None = None
+    ) -> AsyncGenerator[Event, None]:
+        """The events of one answer. `deadline`: monotonic seconds at which the client gives up; `outlet`: takes text
+        that then is no event, between those that are, which its caller sends through the same way.
 
         To be closed by its caller in the task that iterates it; an error thrown into it becomes the request's end.
         Raises TidegateError for every end that is not normal.
         """
-        return self._serve(lambda: self._receive(tenant, call), deadline)
+        return self._serve(lambda: self._receive(tenant, call), deadline, outlet)
 
     async def check(self, tenant: Tenant, call: GenerateCall) -> None:
         """Raises what `generate` would for a call that cannot be served, or not by this gateway now."""
@@ -151,15 +154,16 @@ class Handler:
         await self._prepare(tenant, call)
 
     def resume(
-        self, tenant: Tenant, request_id: str, offset: int, deadline: float | None
+        self, tenant: Tenant, request_id: str, offset: int, deadline: float | None, outlet: Outlet | None = None
     ) -> AsyncGenerator[Event, None]:
         """The events of a resumable answer behind its first `offset` tokens; otherwise as `generate`."""
-        return self._serve(lambda: self._receive_again(tenant, request_id, offset), deadline)
+        return self._serve(lambda: self._receive_again(tenant, request_id, offset), deadline, outlet)
 
     async def _serve(
-        self, receive: Callable[[], Awaitable[_Received]], deadline: float | None
+        self, receive: Callable[[], Awaitable[_Received]], deadline: float | None, outlet: Outlet | None
     ) -> AsyncGenerator[Event, None]:
         live, answer, deltas, outcome = await self._counting_refusals(receive)
+        tap = None if outlet is None else _tap(live, answer, outlet)
         live.deadline = deadline
         alarm = self._set_alarm(live, deadline)
         try:
@@ -171,7 +175,7 @@ class Handler:
             for delta in deltas:
                 yield delta
             while outcome is None:
-                deltas, outcome = answer.take(await live.mailbox.take())
+                deltas, outcome = answer.take(await live.mailbox.take(tap))
                 if live.is_paused:
                     self._dispatcher.set_paused(live, False)
                 if outcome is not None:
@@ -434,6 +438,20 @@ class Handler:
         """Waits until the store has forgotten the request, so that its id is free when the client hears of the end."""
         if live.closing is not None:
             await done_within(live.closing, _CLOSE_WAIT_S)
+
+
+def _tap(live: LiveRequest, answer: Answer, outlet: Outlet) -> Tap:
+    """Sends what needs no decision on its way without waking the request's task for it: nearly every token."""
+    outlet.on_stuck = lambda error: live.end(failed(error))
+
+    def pour(token_ids: Sequence[int], logprobs: Sequence[PositionLogprobs]) -> bool:
+        if not answer.pour(token_ids, logprobs, outlet):
+            return False
+        if answer.is_stopped:
+            live.end(finished(FinishReason.STOP))
+        return True
+
+    return pour
 
 
 def _has_entered(live: LiveRequest) -> bool:

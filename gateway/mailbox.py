@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from common.types import FinishReason, PositionLogprobs
 from gateway.lifecycle import Outcome
+
+Tap = Callable[[Sequence[int], Sequence[PositionLogprobs]], bool]
+"""Takes tokens and their log probabilities at once, or says that it cannot."""
 
 
 @dataclass(slots=True)
@@ -26,6 +29,7 @@ class Mailbox:
     def __init__(self) -> None:
         self._delivery: Delivery | None = None
         self._waiter: asyncio.Future[None] | None = None
+        self._tap: Tap | None = None  # while the reader waits
         self._loop: asyncio.AbstractEventLoop | None = None  # of the reader; asking for it costs a system call
 
     def __repr__(self) -> str:
@@ -42,6 +46,8 @@ class Mailbox:
         """Adds tokens behind the unread ones."""
         delivery = self._delivery
         if delivery is None:
+            if self._tap is not None and finish_reason is None and self._tap(token_ids, logprobs):
+                return
             self._hand_over(Delivery(list(token_ids), list(logprobs), finish_reason))
             return
         delivery.token_ids.extend(token_ids)
@@ -56,20 +62,23 @@ class Mailbox:
         elif self._delivery.end is None:
             self._delivery.end = outcome
 
-    async def take(self) -> Delivery:
-        """Everything unread, as one delivery; waits for the first."""
+    async def take(self, tap: Tap | None = None) -> Delivery:
+        """Everything unread, as one delivery; waits for the first. Tokens that come meanwhile, but for the last ones,
+        go to the tap if it can take them, and the reader waits on."""
         if self._delivery is None:
             self._loop = self._loop or asyncio.get_running_loop()
             self._waiter = self._loop.create_future()
+            self._tap = tap
             try:
                 await self._waiter
             finally:
-                self._waiter = None
+                self._waiter = self._tap = None
         delivery, self._delivery = self._delivery, None
         assert delivery is not None, "woken without a delivery"
         return delivery
 
     def _hand_over(self, delivery: Delivery) -> None:
         self._delivery = delivery
+        self._tap = None  # the reader is next
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from typing import Any
 
@@ -10,8 +10,8 @@ from common.clock import Clock
 from common.errors import InvalidRequestError, SlowConsumerError
 from common.rpc.interceptors import IDENTITY
 from common.rpc.status import budget_metadata
-from common.rpc.write_bound import WriteBound
-from gateway.answer import Accepted, Event, Finished, TextDelta
+from common.rpc.stream_writer import StreamWriter
+from gateway.answer import Accepted, Event, Finished, Outlet, TextDelta
 from gateway.dispatcher import Dispatcher
 from gateway.handler import Handler
 from gateway.live import fleet_request_id
@@ -20,6 +20,7 @@ from gateway.prompts import PromptReader
 from gateway.requests import TokenPrompt, check_prompt, check_request_id
 from gateway.rpc.codec import decode_generate, decode_prompt, encode_complete, encode_event
 from gateway.rpc.endings import Endings, WatchedCall
+from gateway.rpc.outlet import StreamOutlet
 from gateway.tenants import Tenant
 from protos.inference.v1 import inference_pb2, inference_pb2_grpc
 
@@ -56,8 +57,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         """Streams one answer."""
         watched = _watched(request, self._deadline(context))
         with self._endings.noted(watched):
-            async with aclosing(self._events(request, context)) as events:
-                await self._write(events, watched, context)
+            await self._write(lambda outlet: self._events(request, context, outlet), watched, context)
 
     async def Resume(  # type: ignore[override]  # as Generate
         self, request: inference_pb2.ResumeRequest, context: Any
@@ -69,21 +69,29 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         fleet_id = fleet_request_id(tenant.tenant_id, request.request_id)
         watched = WatchedCall(tenant.tenant_id, fleet_id, self._deadline(context))
         with self._endings.noted(watched):
-            events = self._handler.resume(tenant, request.request_id, request.offset, self._deadline(context))
-            async with aclosing(events):
-                await self._write(events, watched, context)
+            deadline = self._deadline(context)
+            await self._write(
+                lambda outlet: self._handler.resume(tenant, request.request_id, request.offset, deadline, outlet),
+                watched,
+                context,
+            )
 
-    async def _write(self, events: AsyncGenerator[Event, None], watched: WatchedCall, context: Any) -> None:
-        with WriteBound(self._slow_consumer_s) as bound:
-            async for event in events:
-                if isinstance(event, Accepted):
-                    watched.fleet_id = event.request.fleet_id
-                    context.set_trailing_metadata(budget_metadata(event.remaining.by_name()))
-                    token_bytes = event.request.model.text.token_bytes
-                try:
-                    await bound.write(context, encode_event(event, token_bytes))
-                except TimeoutError:
-                    await events.athrow(SlowConsumerError(f"nothing was read for {self._slow_consumer_s:g} s"))
+    async def _write(
+        self, begin: Callable[[Outlet], AsyncGenerator[Event, None]], watched: WatchedCall, context: Any
+    ) -> None:
+        too_slow = SlowConsumerError(f"nothing was read for {self._slow_consumer_s:g} s")
+        with StreamWriter(context, self._slow_consumer_s) as writer:
+            outlet = StreamOutlet(writer, too_slow)
+            async with aclosing(begin(outlet)) as events:
+                async for event in events:
+                    if isinstance(event, Accepted):
+                        watched.fleet_id = event.request.fleet_id
+                        context.set_trailing_metadata(budget_metadata(event.remaining.by_name()))
+                        outlet.token_bytes = event.request.model.text.token_bytes
+                    try:
+                        await writer.write(encode_event(event, outlet.token_bytes))
+                    except TimeoutError:
+                        await events.athrow(too_slow)
 
     async def Complete(self, request: inference_pb2.GenerateRequest, context: Any) -> inference_pb2.CompleteResponse:
         """The same as Generate, in one message."""
@@ -107,8 +115,10 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         assert finished is not None, "an answer that does not fail ends with Finished"
         return encode_complete(accepted, deltas, finished)
 
-    def _events(self, request: inference_pb2.GenerateRequest, context: Any) -> AsyncGenerator[Event, None]:
-        return self._handler.generate(_tenant(), decode_generate(request), self._deadline(context))
+    def _events(
+        self, request: inference_pb2.GenerateRequest, context: Any, outlet: Outlet | None = None
+    ) -> AsyncGenerator[Event, None]:
+        return self._handler.generate(_tenant(), decode_generate(request), self._deadline(context), outlet)
 
     def _deadline(self, context: Any) -> float | None:
         left_s = context.time_remaining()
