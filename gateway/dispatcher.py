@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
@@ -30,7 +30,7 @@ from gateway.placement.fleet import Fleet
 from gateway.placement.model import ServedModel
 from gateway.placement.worker import RejectedEvent, TokensEvent, WorkerSession, WorkerState
 from gateway.queueing.meter import OutputMeter
-from gateway.queueing.queue import Claim, Place, Queue, QueueEntry
+from gateway.queueing.queue import Claim, Place, Queue, QueueEntry, WorkerReport
 from gateway.reach import Reach
 from gateway.reports import PendingReports
 from gateway.store_health import StoreHealth
@@ -43,7 +43,10 @@ _MAX_HAND_BACKS = 3
 """How often workers may hand a request back; after that the one that has it keeps it."""
 _FIRST_BACKOFF_S = 0.05
 _MAX_BACKOFF_S = 1.0
-_REPORT_DELAY_S = 0.002  # how long a worker's numbers wait for those of the next steps
+_REPORT_DELAY_S = 0.002  # how long a worker's numbers wait for those of the next steps, while a request waits for them
+_IDLE_REPORT_DELAY_S = (
+    0.02  # while none does; they go with the next request, too. Others' requests have others to do it
+)
 
 # A worker that refuses with one of these has no room or leaves; with any other the request cannot be served.
 _REFUSALS = frozenset({Reason.NO_CREDIT, Reason.DRAINING})
@@ -68,6 +71,14 @@ class DispatcherSettings:
     credit_output_tokens: int  # for which a claim reserves blocks
     reach_ttl_s: float  # how long the queue is to remember which workers are reached
     max_unread_tokens: int  # of a stream; from there on its worker pauses
+
+
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """Of the dispatch script, with the reports that it takes in."""
+
+    reports: Sequence[WorkerReport]
+    claims: Awaitable[Sequence[Claim]]
 
 
 class Dispatcher:
@@ -98,6 +109,8 @@ class Dispatcher:
         self.reach = Reach(queue, fleet, store, ttl_s=settings.reach_ttl_s, on_change=self.kick)
         self.output_meter = OutputMeter()
         self._wake = asyncio.Event()
+        self._run: _Run | None = None  # of the script, sent and not taken in
+        self._waiting: set[str] = set()  # requests that are in the queue
         self._reporting: asyncio.TimerHandle | None = None
         self._idle = asyncio.Event()
         self._idle.set()
@@ -143,8 +156,27 @@ class Dispatcher:
         """Something changed that may let a waiting request go: dispatch soon."""
         self._wake.set()
 
+    def dispatch(self) -> None:
+        """As `kick`, but at once, so that it goes with what was sent to the queue just before."""
+        if self._run is None:
+            self._begin_run()
+        self._wake.set()
+
+    def enter_queue(self, live: LiveRequest) -> None:
+        """A request is in the queue, if no worker has it by now."""
+        live.enter_queue(self._clock.monotonic())
+        if live.lifecycle.state is RequestState.QUEUED:
+            self._wait(live)
+
+    def _wait(self, live: LiveRequest) -> None:
+        self._waiting.add(live.fleet_id)
+        if self._reporting is not None:
+            self._reporting.cancel()
+            self._reporting = asyncio.get_running_loop().call_later(_REPORT_DELAY_S, self._report)
+
     def stop_work(self, live: LiveRequest) -> None:
-        """Tells the worker, if one has the request, to stop."""
+        """The request does not wait any more, and the worker, if one has it, is told to stop."""
+        self._waiting.discard(live.fleet_id)
         claim, live.claim = live.claim, None
         if claim is not None:
             session = self._fleet.session(claim.worker_id, claim.worker_epoch)
@@ -205,6 +237,7 @@ class Dispatcher:
         if live.taken_at is None:
             self._metrics.of_band(live.request.band).queue_wait.observe(now - live.queued_at)
         live.begin(claim, now)
+        self._waiting.discard(live.fleet_id)
         session = self._fleet.session(claim.worker_id, claim.worker_epoch)
         if session is None or session.state is not WorkerState.READY:
             self._return_to_queue(live, claim, Place.SAME, "no_session")
@@ -230,6 +263,7 @@ class Dispatcher:
         live.renew_prefix()
         # One that never began has waited all the time; one that was interrupted waits anew.
         live.back_to_queue(queued_at=live.queued_at if place is Place.SAME else self._clock.monotonic())
+        self._wait(live)
         self._metrics.requeued.labels(cause).inc()
         delay_s = 0.0
         if place is Place.SAME:
@@ -337,7 +371,8 @@ class Dispatcher:
             self._metrics.set_worker_usage(worker_id, usage)
             self._reports.add(worker_id, session.epoch, session.limits, usage)
             if self._reporting is None:  # with others that come soon, unless something else is dispatched before
-                self._reporting = asyncio.get_running_loop().call_later(_REPORT_DELAY_S, self._report)
+                delay_s = _REPORT_DELAY_S if self._waiting else _IDLE_REPORT_DELAY_S
+                self._reporting = asyncio.get_running_loop().call_later(delay_s, self._report)
 
     def _report(self) -> None:
         self._reporting = None
@@ -393,22 +428,29 @@ class Dispatcher:
         while True:
             await self._wake.wait()
             self._wake.clear()
-            reports = self._reports.take()
+            run = self._run or self._begin_run()
             try:
-                claims = await self._queue.dispatch(reports)
+                claims = await run.claims
             except UnavailableError as error:
                 self._store.failed(error)
-                self._reports.give_back(reports)
+                self._reports.give_back(run.reports)
                 await asyncio.sleep(backoff_s)
                 backoff_s = min(2 * backoff_s, _MAX_BACKOFF_S)
+                self._run = None
                 self._wake.set()
                 continue
+            self._run = None
             backoff_s = _FIRST_BACKOFF_S
             self._store.answered()
             self._metrics.dispatches.inc()
             for claim in claims:
                 if claim.owner == self._settings.gateway_id:
                     self._accept(claim)
+
+    def _begin_run(self) -> _Run:
+        reports = self._reports.take()
+        self._run = run = _Run(reports, self._queue.dispatch(reports))
+        return run
 
     async def _inbox_loop(self) -> None:
         while True:

@@ -303,7 +303,7 @@ class Handler:
         if live.lifecycle.is_ended or not _has_entered(live):
             return False
         live.is_enqueued = True
-        live.enter_queue(self._clock.monotonic())
+        self._dispatcher.enter_queue(live)
         self._check_unbroken()
         self._books.open(live).add_done_callback(lambda opening: self._opened(live, opening))
         return True
@@ -316,7 +316,7 @@ class Handler:
     async def _enter_queue(self, live: LiveRequest) -> None:
         if live.lifecycle.is_ended:
             return
-        live.enter_queue(self._clock.monotonic())
+        self._dispatcher.enter_queue(live)
         backoff_s = _FIRST_BACKOFF_S
         try:
             while not live.lifecycle.is_ended and not await self._is_entered(live):
@@ -354,9 +354,9 @@ class Handler:
     def _ask_to_enter(self, live: LiveRequest, *, if_reserved: bool = False) -> Entering:
         most, most_of_tenant = self._settings.max_queue_length, live.request.tenant.limits.max_queue_length
         entry = self._dispatcher.entry_of(live)
-        # The dispatch follows the enqueue to the store at once: it need not wait for the answer, only for its turn.
-        self._dispatcher.kick()
-        return self._queue.enqueue(entry, max_length=most, max_of_tenant=most_of_tenant, if_reserved=if_reserved)
+        entering = self._queue.enqueue(entry, max_length=most, max_of_tenant=most_of_tenant, if_reserved=if_reserved)
+        self._dispatcher.dispatch()  # it goes to the store behind the enqueue, and need not wait for the answer
+        return entering
 
     async def _enqueue(self, live: LiveRequest) -> bool:
         """Enters the queue. A former run at another gateway leaves it first: it notices that it may not write any more,

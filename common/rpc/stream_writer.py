@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Callable, Coroutine
 from typing import Any, Self
 
@@ -17,8 +18,9 @@ class StreamWriter:
 
     __slots__ = ("_began_at", "_bound_s", "_context", "_failure", "_loop", "_timer", "_waiter", "_writing", "on_stuck")
 
-    def __init__(self, context: Any, bound_s: float) -> None:
-        """`context`: of a call that this side answers; `bound_s`: seconds that one write may take."""
+    def __init__(self, context: Any, bound_s: float = math.inf) -> None:
+        """`context`: what messages are written to, a call or a call's context; `bound_s`: seconds that one write may
+        take."""
         self._context = context
         self._bound_s = bound_s
         self._loop = asyncio.get_running_loop()
@@ -27,12 +29,12 @@ class StreamWriter:
         self._waiter: asyncio.Future[None] | None = None  # the task waits for it to end
         self._failure: BaseException | None = None
         self.on_stuck: Callable[[], None] = lambda: None  # a write that `begin` has begun takes longer than the bound
-        self._timer = self._loop.call_later(bound_s, self._look)
+        self._timer = None if bound_s == math.inf else self._loop.call_later(bound_s, self._look)
 
     @property
     def is_free(self) -> bool:
-        """Whether `begin` may be called."""
-        return self._writing is None and self._failure is None
+        """Whether `begin` may be called: nothing is under way, and the task has nothing to write before that."""
+        return self._writing is None and self._waiter is None and self._failure is None
 
     def begin(self, message: Any) -> None:
         """Writes while the stream is free. That it fails is told by the next `write`, and by the end of the call, which
@@ -98,7 +100,8 @@ class StreamWriter:
 
     def close(self) -> None:
         """Ends the timer. What is under way ends by itself."""
-        self._timer.cancel()
+        if self._timer is not None:
+            self._timer.cancel()
 
     def __enter__(self) -> Self:
         return self

@@ -166,7 +166,7 @@ class Queue(Protocol):
         """
         ...
 
-    async def dispatch(self, reports: Sequence[WorkerReport] = ()) -> list[Claim]:
+    def dispatch(self, reports: Sequence[WorkerReport] = ()) -> Awaitable[list[Claim]]:
         """Takes in workers' reports, then claims requests in policy order while some worker has credit.
 
         The order: bands by priority, but a lower one gets its least share of the tokens served; inside a band the flow
@@ -178,6 +178,8 @@ class Queue(Protocol):
         Reports older than the stored (epoch, seq) change no numbers; the claims that a report accounts for are
         forgotten either way once the stored numbers contain them. Returns the claims made for requests of every owner;
         claims of other owners are also put into their inbox, so the caller acts only on its own.
+
+        Sent by the call itself, behind what was sent before; to be awaited for the answer.
         """
         ...
 

@@ -13,6 +13,7 @@ import structlog
 
 from common.errors import UnavailableError
 from common.rpc.fleet_key import fleet_metadata
+from common.rpc.stream_writer import StreamWriter
 from common.types import BlockUsage, ClaimRef, ModelDescription, ModelLimits, Reason
 from gateway.placement.model import ServedModel
 from gateway.placement.worker import RejectedEvent, SessionListener, Submission, WorkerState
@@ -86,7 +87,8 @@ class GrpcWorkerSession:
         self._limits = model.limits
         self._state = WorkerState.CONNECTING
         self._is_announced = False  # to the listener
-        self._commands: asyncio.Queue[worker_pb2.SessionCommand] = asyncio.Queue()
+        self._commands: asyncio.Queue[worker_pb2.SessionCommand] = asyncio.Queue()  # that wait for others to be written
+        self._writer: StreamWriter | None = None  # once the stream is open
         self._numbers = itertools.count(1)
         self.usage: BlockUsage | None = None  # as the worker said last
         self._current: dict[str, tuple[str, int]] = {}  # request id -> wire id and attempt of its latest submission
@@ -129,7 +131,7 @@ class GrpcWorkerSession:
         self._current[submission.request_id] = (wire_id, submission.attempt)
         self._request_ids[wire_id] = submission.request_id
         self._unheard.add(wire_id)
-        self._commands.put_nowait(worker_codec.encode_submit(submission, wire_id))
+        self._tell(worker_codec.encode_submit(submission, wire_id))
 
     def abort(self, request_id: str, attempt: int) -> None:
         """Tells the worker to stop it; its later events are dropped here."""
@@ -137,7 +139,7 @@ class GrpcWorkerSession:
         if current_attempt == attempt:
             self._forget(request_id)
             abort = worker_pb2.Abort(request_id=wire_id, attempt=attempt)
-            self._commands.put_nowait(worker_pb2.SessionCommand(abort=abort))
+            self._tell(worker_pb2.SessionCommand(abort=abort))
 
     def set_paused(self, request_id: str, attempt: int, is_paused: bool) -> None:
         """Tells the worker to compute nothing more for it, or to go on."""
@@ -148,7 +150,7 @@ class GrpcWorkerSession:
             command = worker_pb2.SessionCommand(pause=worker_pb2.Pause(request_id=wire_id, attempt=attempt))
         else:
             command = worker_pb2.SessionCommand(resume=worker_pb2.Resume(request_id=wire_id, attempt=attempt))
-        self._commands.put_nowait(command)
+        self._tell(command)
 
     def drain(self) -> None:
         """The worker takes no new requests: it says so, or is said to."""
@@ -159,7 +161,14 @@ class GrpcWorkerSession:
     def drain_worker(self) -> None:
         """Tells the worker to drain in all its sessions and then to end."""
         self.drain()
-        self._commands.put_nowait(worker_pb2.SessionCommand(drain=worker_pb2.Drain(whole_worker=True)))
+        self._tell(worker_pb2.SessionCommand(drain=worker_pb2.Drain(whole_worker=True)))
+
+    def _tell(self, command: worker_pb2.SessionCommand) -> None:
+        """Writes a command now, or behind those that wait."""
+        if self._writer is not None and self._writer.is_free and self._commands.empty():
+            self._writer.begin(command)
+        else:
+            self._commands.put_nowait(command)
 
     async def run(self) -> None:
         """Opens the session and passes on what comes, until it ends. Raises SessionFailedError unless it was open."""
@@ -326,11 +335,12 @@ class GrpcWorkerSession:
         return refs
 
     async def _write(self, call: Any) -> None:
+        writer = self._writer = StreamWriter(call)
         try:
             command = await self._commands.get()
             while True:
                 following = self._add_waiting(command)
-                await call.write(command)
+                await writer.write(command)
                 command = following or await self._commands.get()
         except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
             return  # the stream is over, which the reader learns with the cause

@@ -157,7 +157,7 @@ class RedisQueue:
         refusals = {_BAND_FULL: max_length, _TENANT_FULL: max_of_tenant or 0}
 
         def send() -> None:
-            reply = self._send_for(entry.request_id, "enqueue", *arguments, at_once=True)
+            reply = self._send_for(entry.request_id, "enqueue", *arguments)
             reply.add_done_callback(lambda reply: self._decide(entry, refusals, reply, entering))
 
         if entry.request_id in self._doubtful:  # an earlier try of it may have reached the store
@@ -201,13 +201,15 @@ class RedisQueue:
             entering.set_exception(error or _refusal(entry, arrival, limits))
             entering.exception()  # seen: whoever asked may have gone meanwhile
 
-    async def dispatch(self, reports: Sequence[WorkerReport] = ()) -> list[Claim]:
-        """Takes in reports, then claims requests in policy order while some worker has credit. See `Queue.dispatch`."""
+    def dispatch(self, reports: Sequence[WorkerReport] = ()) -> asyncio.Future[list[Claim]]:
+        """Takes in reports, then claims requests in policy order while some worker has credit. See `Queue.dispatch`.
+
+        What was sent before goes with it, at once unless many calls are under way.
+        """
         arguments: list[Argument] = [*self._policy, len(reports)]
         for report in reports:
             arguments += _report_arguments(report)
-        claims = await self._send("dispatch", *arguments, at_once=True)
-        return [_claim(*(text(field) for field in claim)) for claim in claims]
+        return self._send("dispatch", *arguments, at_once=True, read=_claims)
 
     async def requeue(self, entry: QueueEntry, *, attempt: int, place: Place) -> bool:
         """Undoes a claim: the request waits again. See `Queue.requeue`."""
@@ -327,7 +329,6 @@ class RedisQueue:
         request_id: str,
         name: str,
         *arguments: Argument,
-        at_once: bool = False,
         read: Callable[[Any], Any] | None = None,
     ) -> asyncio.Future[Any]:
         """Sends what changes a request; without an answer, be there still a caller or not, it is in doubt."""
@@ -336,9 +337,13 @@ class RedisQueue:
             if not reply.cancelled() and isinstance(reply.exception(), UnavailableError):
                 self._doubtful.add(request_id)
 
-        reply = self._send(name, *arguments, at_once=at_once, read=read)
+        reply = self._send(name, *arguments, read=read)
         reply.add_done_callback(note)
         return reply
+
+
+def _claims(reply: Sequence[Sequence[Any]]) -> list[Claim]:
+    return [_claim(*(text(field) for field in claim)) for claim in reply]
 
 
 def _refusal(entry: QueueEntry, arrival: int, limits: Mapping[int, int]) -> TidegateError:

@@ -155,3 +155,17 @@ async def test_a_write_that_ends_at_once_leaves_the_stream_free() -> None:
         assert not writer.is_free
         with pytest.raises(ConnectionError):
             await writer.write("c")
+
+
+async def test_nobody_overtakes_a_task_that_waits_for_its_turn() -> None:
+    context = Context()
+    with StreamWriter(context) as writer:
+        writer.begin("a")
+        later = asyncio.create_task(writer.write("b"))
+        while "a" not in context.written:
+            assert not writer.is_free
+            await asyncio.sleep(0)
+        assert not writer.is_free  # "a" is written, and the task has not run yet
+        await later
+        assert writer.is_free
+    assert context.written == ["a", "b"]
