@@ -157,8 +157,9 @@ class Dispatcher:
         self._wake.set()
 
     def dispatch(self) -> None:
-        """As `kick`, but at once, so that it goes with what was sent to the queue just before."""
-        if self._run is None:
+        """As `kick`, but at once, so that it goes with what was sent to the queue just before; unless others wait, with
+        whom it costs less."""
+        if self._run is None and not self._waiting:
             self._begin_run()
         self._wake.set()
 
@@ -218,7 +219,7 @@ class Dispatcher:
 
     # Claims
 
-    def _accept(self, claim: Claim) -> None:
+    def _accept(self, claim: Claim, *, is_alone: bool) -> None:
         live = self._live.get(claim.request_id)
         if live is None:
             # Its finish did not reach the store, or was overtaken by the claim.
@@ -243,7 +244,8 @@ class Dispatcher:
             self._return_to_queue(live, claim, Place.SAME, "no_session")
             return
         try:
-            session.submit(live.submission(claim.attempt, now, may_hand_back=self._may_hand_back(live)))
+            submission = live.submission(claim.attempt, now, may_hand_back=self._may_hand_back(live))
+            session.submit(submission, is_alone=is_alone)
         except UnavailableError:
             self._return_to_queue(live, claim, Place.SAME, "no_session")
             return
@@ -445,7 +447,7 @@ class Dispatcher:
             self._metrics.dispatches.inc()
             for claim in claims:
                 if claim.owner == self._settings.gateway_id:
-                    self._accept(claim)
+                    self._accept(claim, is_alone=len(claims) == 1)
 
     def _begin_run(self) -> _Run:
         reports = self._reports.take()
@@ -462,7 +464,7 @@ class Dispatcher:
                 continue
             for message in messages:
                 if message.claim is not None:
-                    self._accept(message.claim)
+                    self._accept(message.claim, is_alone=len(messages) == 1)
                 elif message.kind == "cancel":
                     self._cancel_here(message.request_id)
 

@@ -129,8 +129,11 @@ class WorkerSession(Protocol):
         """What the worker's model and pool allow."""
         ...
 
-    def submit(self, submission: Submission) -> None:
-        """Sends it; never blocks. Answers come to the listener. Raises UnavailableError if the session is over."""
+    def submit(self, submission: Submission, *, is_alone: bool) -> None:
+        """Sends it; never blocks. Answers come to the listener. Raises UnavailableError if the session is over.
+
+        `is_alone`: no others come with it, in company with which it costs less and takes longer.
+        """
         ...
 
     def abort(self, request_id: str, attempt: int) -> None:

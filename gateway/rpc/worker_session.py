@@ -121,8 +121,8 @@ class GrpcWorkerSession:
         """What the worker's model and pool allow."""
         return self._limits
 
-    def submit(self, submission: Submission) -> None:
-        """Sends it. Raises UnavailableError if the session is over."""
+    def submit(self, submission: Submission, *, is_alone: bool) -> None:
+        """Sends it, at once if it is alone. Raises UnavailableError if the session is over."""
         if self._state not in (WorkerState.READY, WorkerState.DRAINING):
             raise UnavailableError(f"worker {self._worker_id} is {self._state.value}", reason=Reason.WORKER_LOST)
         wire_id = f"{submission.request_id}#{next(self._numbers)}"
@@ -131,7 +131,11 @@ class GrpcWorkerSession:
         self._current[submission.request_id] = (wire_id, submission.attempt)
         self._request_ids[wire_id] = submission.request_id
         self._unheard.add(wire_id)
-        self._tell(worker_codec.encode_submit(submission, wire_id))
+        command = worker_codec.encode_submit(submission, wire_id)
+        if is_alone and self._writer is not None and self._writer.is_free and self._commands.empty():
+            self._writer.begin(command)
+        else:
+            self._commands.put_nowait(command)
 
     def abort(self, request_id: str, attempt: int) -> None:
         """Tells the worker to stop it; its later events are dropped here."""
@@ -139,7 +143,7 @@ class GrpcWorkerSession:
         if current_attempt == attempt:
             self._forget(request_id)
             abort = worker_pb2.Abort(request_id=wire_id, attempt=attempt)
-            self._tell(worker_pb2.SessionCommand(abort=abort))
+            self._commands.put_nowait(worker_pb2.SessionCommand(abort=abort))
 
     def set_paused(self, request_id: str, attempt: int, is_paused: bool) -> None:
         """Tells the worker to compute nothing more for it, or to go on."""
@@ -150,7 +154,7 @@ class GrpcWorkerSession:
             command = worker_pb2.SessionCommand(pause=worker_pb2.Pause(request_id=wire_id, attempt=attempt))
         else:
             command = worker_pb2.SessionCommand(resume=worker_pb2.Resume(request_id=wire_id, attempt=attempt))
-        self._tell(command)
+        self._commands.put_nowait(command)
 
     def drain(self) -> None:
         """The worker takes no new requests: it says so, or is said to."""
@@ -161,14 +165,7 @@ class GrpcWorkerSession:
     def drain_worker(self) -> None:
         """Tells the worker to drain in all its sessions and then to end."""
         self.drain()
-        self._tell(worker_pb2.SessionCommand(drain=worker_pb2.Drain(whole_worker=True)))
-
-    def _tell(self, command: worker_pb2.SessionCommand) -> None:
-        """Writes a command now, or behind those that wait."""
-        if self._writer is not None and self._writer.is_free and self._commands.empty():
-            self._writer.begin(command)
-        else:
-            self._commands.put_nowait(command)
+        self._commands.put_nowait(worker_pb2.SessionCommand(drain=worker_pb2.Drain(whole_worker=True)))
 
     async def run(self) -> None:
         """Opens the session and passes on what comes, until it ends. Raises SessionFailedError unless it was open."""

@@ -61,7 +61,9 @@ async def test_commands_that_come_together_go_to_a_worker_in_few_messages(rig: R
     [session], [theirs] = app.fleet.sessions, worker.sessions
     names, num_before = [f"acme/{number}" for number in range(40)], theirs.num_messages
     for name in names:
-        session.submit(Submission(name, 1, (200,) * 4000, (), SamplingParams(seed=1, max_tokens=1), Band.HIGH, ""))
+        session.submit(
+            Submission(name, 1, (200,) * 4000, (), SamplingParams(seed=1, max_tokens=1), Band.HIGH, ""), is_alone=False
+        )
     await eventually(lambda: len(worker.submitted) == len(names))
     assert [submit.request_id.partition("#")[0] for submit in worker.submitted] == names
     assert 1 < theirs.num_messages - num_before < 10, "some 320 KB of prompts: not one by one, and not all at once"

@@ -68,7 +68,7 @@ class FakeSession:
     aborted: list[tuple[str, int]] = field(default_factory=list)
     paused: list[tuple[str, int, bool]] = field(default_factory=list)
 
-    def submit(self, submission: Submission) -> None:
+    def submit(self, submission: Submission, *, is_alone: bool) -> None:
         if self.state is not WorkerState.READY:
             raise UnavailableError("over", reason=Reason.WORKER_LOST)
         self.submitted.append(submission)

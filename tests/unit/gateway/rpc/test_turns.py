@@ -34,7 +34,7 @@ class Scene:
     def submit(self, *names: str) -> None:
         for name in names:
             sampling = SamplingParams(seed=1, max_tokens=9)
-            self.session.submit(Submission(name, 1, (1,), (), sampling, Band.NORMAL, ""))
+            self.session.submit(Submission(name, 1, (1,), (), sampling, Band.NORMAL, ""), is_alone=False)
             self._wire_ids[name] = f"{name}#{len(self._wire_ids) + 1}"
 
     def step(self, names: Sequence[str], token_id: int) -> worker_pb2.SessionEvent:
