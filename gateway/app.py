@@ -49,7 +49,7 @@ from gateway.tenant_edits import TenantEdits
 from gateway.tenants import Tenants
 
 _log = structlog.get_logger(__name__)
-_NUM_LISTENERS = 4
+_NUM_LISTENERS = 16
 
 _LAST_STEPS_S = 5.0  # for what ended requests still have to write
 

@@ -3,35 +3,43 @@
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 
 
 class TurnBudget:
     """So many pieces of work in each turn of the event loop. Belongs to one event loop; for any number of tasks.
 
     With what they cause, these keep other things from their turn: a new request, which takes several turns, is not to
-    wait for all of them in each.
+    wait for all of them in each. Who finds nothing left waits in line, and is not woken before there is something.
     """
 
     def __init__(self, per_turn: int) -> None:
         """`per_turn`: pieces of work."""
         self._per_turn = per_turn
         self._left = per_turn
+        self._is_renewal_due = False
+        self._line: deque[tuple[asyncio.Future[int], int]] = deque()
 
-    def spend(self) -> bool:
-        """Takes one piece. False if this turn has none left: `spent` waits for another."""
-        if self._left == 0:
-            return False
-        if self._left == self._per_turn:
+    async def take(self, wanted: int) -> int:
+        """Takes up to so many pieces, at least one: of this turn, or of the first one that has some left."""
+        if self._left and not self._line:
+            return self._grant(wanted)
+        granted: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+        self._line.append((granted, wanted))
+        return await granted
+
+    def _grant(self, wanted: int) -> int:
+        if not self._is_renewal_due:
+            self._is_renewal_due = True
             asyncio.get_running_loop().call_soon(self._renew)
-        self._left -= 1
-        return True
-
-    async def spent(self) -> None:
-        """Takes one piece of the first turn that has one left."""
-        while True:
-            await asyncio.sleep(0)
-            if self.spend():
-                return
+        number = min(wanted, self._left)
+        self._left -= number
+        return number
 
     def _renew(self) -> None:
+        self._is_renewal_due = False
         self._left = self._per_turn
+        while self._line and self._left:
+            granted, wanted = self._line.popleft()
+            if not granted.done():  # else who waited has left
+                granted.set_result(self._grant(wanted))

@@ -281,11 +281,12 @@ class GrpcWorkerSession:
                 raise ProtocolError(f"unexpected event {kind}")
 
     async def _on_step(self, step: worker_pb2.Step) -> None:
-        on_output, turns = self._on_output, self._turns
-        for output in step.outputs:  # the inner loop: once for every token
-            if not turns.spend():
-                await turns.spent()
-            on_output(output)
+        on_output, outputs, begin = self._on_output, step.outputs, 0
+        while begin < len(outputs):
+            end = begin + await self._turns.take(len(outputs) - begin)
+            for output in outputs[begin:end]:  # the inner loop: once for every token
+                on_output(output)
+            begin = end
         if step.HasField("usage"):
             accounted = tuple(self._claim_refs(step.usage))
             self.usage = worker_codec.decode_usage(step.usage, accounted)
