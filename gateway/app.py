@@ -49,8 +49,7 @@ from gateway.tenant_edits import TenantEdits
 from gateway.tenants import Tenants
 
 _log = structlog.get_logger(__name__)
-_NUM_LISTENERS = 16
-
+_NUM_LISTENERS = 16  # so that few connections share one, and their new calls seldom wait for one another
 _LAST_STEPS_S = 5.0  # for what ended requests still have to write
 
 

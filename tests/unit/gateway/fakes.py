@@ -65,6 +65,7 @@ class FakeSession:
     state: WorkerState = WorkerState.READY
     limits: ModelLimits = LIMITS
     submitted: list[Submission] = field(default_factory=list)
+    sent: list[tuple[Submission, bool]] = field(default_factory=list)  # the same, and whether alone
     aborted: list[tuple[str, int]] = field(default_factory=list)
     paused: list[tuple[str, int, bool]] = field(default_factory=list)
 
@@ -72,6 +73,7 @@ class FakeSession:
         if self.state is not WorkerState.READY:
             raise UnavailableError("over", reason=Reason.WORKER_LOST)
         self.submitted.append(submission)
+        self.sent.append((submission, is_alone))
 
     def abort(self, request_id: str, attempt: int) -> None:
         self.aborted.append((request_id, attempt))
@@ -113,11 +115,17 @@ class FakeQueue:
             entering.set_result(True)
         return entering
 
-    async def dispatch(self, reports: Sequence[WorkerReport] = ()) -> list[Claim]:
-        self._answer()
+    def dispatch(self, reports: Sequence[WorkerReport] = ()) -> asyncio.Future[list[Claim]]:
+        run: asyncio.Future[list[Claim]] = asyncio.get_running_loop().create_future()
+        try:
+            self._answer()
+        except UnavailableError as error:
+            run.set_exception(error)
+            return run
         self.reports.extend(reports)
         claims, self.claims = self.claims, []
-        return claims
+        run.set_result(claims)
+        return run
 
     async def requeue(self, entry: QueueEntry, *, attempt: int, place: Place) -> bool:
         self._answer()

@@ -226,6 +226,63 @@ async def test_reports_survive_a_store_that_is_away(bench: Bench) -> None:
     assert bench.store.is_up
 
 
+async def test_a_workers_numbers_wait_for_company_unless_a_request_waits_for_them(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("gateway.dispatcher._IDLE_REPORT_DELAY_S", 3600.0)
+
+    def report(seq: int) -> None:
+        bench.dispatcher.on_usage("w1", BlockUsage(seq, 1, 1, 1, 0, 0, 0, 1, ()))
+
+    async def told(seq: int) -> None:
+        async with asyncio.timeout(30):
+            while seq not in [it.usage.seq for it in bench.queue.reports]:  # noqa: ASYNC110 - by a timer
+                await asyncio.sleep(0.001)
+
+    report(1)
+    live = live_request("r1")
+    bench.dispatcher.register(live)
+    bench.dispatcher.enter_queue(live)  # it finds no room: the numbers do not wait any more
+    await told(1)
+    report(2)
+    await told(2)
+    await bench.claim(live)
+    report(3)
+    await asyncio.sleep(0.02)
+    assert [it.usage.seq for it in bench.queue.reports] == [1, 2]
+    bench.dispatcher.on_rejected("w1", RejectedEvent("acme/r1", 1, Reason.NO_CREDIT, ""))  # it waits again
+    await told(3)
+    live.lifecycle.finish(gone())
+    bench.dispatcher.stop_work(live)
+    report(4)
+    bench.dispatcher.dispatch()  # with the next request they go, too
+    assert [it.usage.seq for it in bench.dispatcher._run.reports] == [4]  # type: ignore[union-attr]
+    await told(4)
+
+
+async def test_a_request_alone_is_dispatched_at_once_and_sent_at_once_and_others_together(bench: Bench) -> None:
+    alone = bench.enqueued("alone")
+    bench.queue.claims.append(Claim(alone.fleet_id, "me", "w1", 1, 1))
+    bench.dispatcher.dispatch()
+    assert bench.dispatcher._run is not None
+    bench.dispatcher.dispatch()  # its run is under way: another one follows
+    await bench.run()
+    assert bench.dispatcher._run is None
+    crowd = [live_request(name) for name in ("a", "b")]
+    for live in crowd:
+        bench.dispatcher.register(live)
+        bench.dispatcher.enter_queue(live)
+        bench.queue.claims.append(Claim(live.fleet_id, "me", "w1", 1, 1))
+    bench.dispatcher.dispatch()
+    assert bench.dispatcher._run is None
+    await bench.run()
+    assert [(it.request_id, is_alone) for it, is_alone in bench.session.sent] == [
+        ("acme/alone", True),
+        ("acme/a", False),
+        ("acme/b", False),
+    ]
+
+
 async def test_requests_are_cancelled_by_id_and_once(bench: Bench) -> None:
     live = bench.enqueued()
     await bench.dispatcher.cancel("acme/r1")

@@ -50,3 +50,38 @@ async def test_the_first_end_stays_and_keeps_the_tokens_before_it() -> None:
     mailbox.put_end(gone())
     delivery = await mailbox.take()
     assert (delivery.token_ids, delivery.end) == ([1], first)
+
+
+async def test_while_the_reader_waits_tokens_go_to_the_tap_and_the_last_ones_to_the_reader() -> None:
+    mailbox, tapped = Mailbox(), list[int]()
+    reader = asyncio.create_task(mailbox.take(lambda token_ids, _: tapped.extend(token_ids) or True))
+    await asyncio.sleep(0)
+    mailbox.put_tokens([1], [], None)
+    mailbox.put_tokens([2, 3], [], None)
+    await asyncio.sleep(0)
+    assert not reader.done()
+    assert mailbox.num_unread_tokens == 0
+    mailbox.put_tokens([4], [], FinishReason.LENGTH)
+    delivery = await reader
+    assert (tapped, delivery.token_ids, delivery.finish_reason) == ([1, 2, 3], [4], FinishReason.LENGTH)
+    mailbox.put_tokens([5], [], None)  # nobody waits: not for a tap of former times
+    assert tapped == [1, 2, 3]
+
+
+async def test_what_a_tap_cannot_take_and_all_that_follows_wait_for_the_reader() -> None:
+    mailbox, tapped = Mailbox(), list[int]()
+    reader = asyncio.create_task(mailbox.take(lambda token_ids, _: token_ids != [2] and not tapped.extend(token_ids)))
+    await asyncio.sleep(0)
+    for token_id in (1, 2, 3):
+        mailbox.put_tokens([token_id], [], None)
+    assert (tapped, (await reader).token_ids) == ([1], [2, 3])
+
+
+async def test_tokens_behind_an_end_do_not_overtake_it() -> None:
+    mailbox, tapped = Mailbox(), list[int]()
+    reader = asyncio.create_task(mailbox.take(lambda token_ids, _: tapped.extend(token_ids) or True))
+    await asyncio.sleep(0)
+    mailbox.put_end(gone())
+    mailbox.put_tokens([1], [], None)
+    delivery = await reader
+    assert (tapped, delivery.token_ids, delivery.end) == ([], [1], gone())
