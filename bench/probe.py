@@ -14,11 +14,13 @@ import time
 
 from bench.delays import Delays, stream
 from bench.raw_client import RawClient
+from common import event_loop
 
 PROMPT = "y" * 200
 REQUESTS_PER_S = 20.0  # for the first token
 NUM_STREAMS = 10  # for the gaps between tokens
 STREAM_TOKENS = 100
+STREAM_S = 5.0  # which these take, more or less
 CONNECTION = 99  # another one than those of the crowd
 
 
@@ -28,13 +30,14 @@ async def measure(address: str, key: str, begin: float, seconds: float) -> Delay
     async with RawClient(address, key, PROMPT, CONNECTION) as client:
         await client.wait_until_served()
 
-        async def keep() -> None:
+        async def keep(number: int) -> None:
+            await asyncio.sleep(number * STREAM_S / NUM_STREAMS)  # else they would begin together, again and again
             while time.monotonic() < end:
                 await stream(client, STREAM_TOKENS, delays, begin)
 
         async with asyncio.TaskGroup() as tasks:
-            for _ in range(NUM_STREAMS):
-                tasks.create_task(keep())
+            for number in range(NUM_STREAMS):
+                tasks.create_task(keep(number))
             for number in itertools.count():
                 at = begin + number / REQUESTS_PER_S
                 if at >= end:
@@ -52,7 +55,7 @@ def main() -> None:
     parser.add_argument("--begin", type=float, required=True, help="monotonic seconds")
     parser.add_argument("--seconds", type=float, required=True)
     arguments = parser.parse_args()
-    delays = asyncio.run(measure(arguments.address, arguments.key, arguments.begin, arguments.seconds))
+    delays = event_loop.run(measure(arguments.address, arguments.key, arguments.begin, arguments.seconds))
     print(json.dumps({"ttft": list(delays.ttft), "gap": list(delays.gap), "num_failed": delays.num_failed}))
 
 

@@ -75,9 +75,9 @@ class Answer:
         self.num_completion_tokens = 0
 
     def pour(self, token_ids: Sequence[int], logprobs: Sequence[PositionLogprobs], outlet: Outlet) -> bool:
-        """Sends the text of tokens right away. False if they are for `take`: the outlet is not free, or the client
-        knows some of them."""
-        if not outlet.is_free or self.num_completion_tokens < self._offset:
+        """Sends the text of tokens right away. False if they are for `take`: the outlet is not free, the client knows
+        some of them, or they are too many for one delta."""
+        if not outlet.is_free or self.num_completion_tokens < self._offset or len(token_ids) > _MAX_DELTA_TOKENS:
             return False
         delta = self._push(token_ids, logprobs)
         self._live.num_delivered_tokens = self.num_completion_tokens

@@ -110,7 +110,7 @@ class Dispatcher:
         self.output_meter = OutputMeter()
         self._wake = asyncio.Event()
         self._run: _Run | None = None  # of the script, sent and not taken in
-        self._waiting: set[str] = set()  # requests that are in the queue
+        self._waiting: set[LiveRequest] = set()  # in the queue
         self._reporting: asyncio.TimerHandle | None = None
         self._idle = asyncio.Event()
         self._idle.set()
@@ -170,14 +170,14 @@ class Dispatcher:
             self._wait(live)
 
     def _wait(self, live: LiveRequest) -> None:
-        self._waiting.add(live.fleet_id)
+        self._waiting.add(live)
         if self._reporting is not None:
             self._reporting.cancel()
             self._reporting = asyncio.get_running_loop().call_later(_REPORT_DELAY_S, self._report)
 
     def stop_work(self, live: LiveRequest) -> None:
         """The request does not wait any more, and the worker, if one has it, is told to stop."""
-        self._waiting.discard(live.fleet_id)
+        self._waiting.discard(live)
         claim, live.claim = live.claim, None
         if claim is not None:
             session = self._fleet.session(claim.worker_id, claim.worker_epoch)
@@ -238,7 +238,7 @@ class Dispatcher:
         if live.taken_at is None:
             self._metrics.of_band(live.request.band).queue_wait.observe(now - live.queued_at)
         live.begin(claim, now)
-        self._waiting.discard(live.fleet_id)
+        self._waiting.discard(live)
         session = self._fleet.session(claim.worker_id, claim.worker_epoch)
         if session is None or session.state is not WorkerState.READY:
             self._return_to_queue(live, claim, Place.SAME, "no_session")

@@ -21,7 +21,7 @@ _log = structlog.get_logger(__name__)
 
 # Of which the collector looks at so many at a time: about a millisecond's work, beside streams that it holds up.
 _YOUNG_OBJECTS = 2_000
-_LOOKS_PER_LONGER_ONE = 1_000  # which takes tens of milliseconds under load, and finds next to nothing
+_LOOKS_PER_LONGER_ONE = 100  # which takes tens of milliseconds under load, and finds next to nothing
 
 
 async def serve(settings: GatewaySettings, url: str) -> None:

@@ -16,7 +16,19 @@ class StreamWriter:
     write.
     """
 
-    __slots__ = ("_began_at", "_bound_s", "_context", "_failure", "_loop", "_timer", "_waiter", "_writing", "on_stuck")
+    __slots__ = (
+        "__weakref__",
+        "_began_at",
+        "_bound_s",
+        "_context",
+        "_failure",
+        "_is_closed",
+        "_loop",
+        "_timer",
+        "_waiter",
+        "_writing",
+        "on_stuck",
+    )
 
     def __init__(self, context: Any, bound_s: float = math.inf) -> None:
         """`context`: what messages are written to, a call or a call's context; `bound_s`: seconds that one write may
@@ -28,13 +40,14 @@ class StreamWriter:
         self._began_at: float | None = None  # of the write that is under way, or has failed
         self._waiter: asyncio.Future[None] | None = None  # the task waits for it to end
         self._failure: BaseException | None = None
-        self.on_stuck: Callable[[], None] = lambda: None  # a write that `begin` has begun takes longer than the bound
+        self._is_closed = False
+        self.on_stuck: Callable[[], None] = _nothing  # a write that `begin` has begun takes longer than the bound
         self._timer = None if bound_s == math.inf else self._loop.call_later(bound_s, self._look)
 
     @property
     def is_free(self) -> bool:
         """Whether `begin` may be called: nothing is under way, and the task has nothing to write before that."""
-        return self._writing is None and self._waiter is None and self._failure is None
+        return self._writing is None and self._waiter is None and self._failure is None and not self._is_closed
 
     def begin(self, message: Any) -> None:
         """Writes while the stream is free. That it fails is told by the next `write`, and by the end of the call, which
@@ -71,7 +84,7 @@ class StreamWriter:
         except StopIteration:
             self._writing = self._began_at = None
         except (Exception, asyncio.CancelledError) as error:  # noqa: BLE001 - of the write, and kept for who asks next
-            self._writing, self._failure = None, error
+            self._writing, self._failure = None, None if self._is_closed else error
         else:
             self._writing = writing
             awaited._asyncio_future_blocking = False  # what tasks tell a future: it was awaited and not only yielded
@@ -99,7 +112,12 @@ class StreamWriter:
             self._waiter.set_result(None)
 
     def close(self) -> None:
-        """Ends the timer. What is under way ends by itself."""
+        """Ends the timer. What is under way ends by itself.
+
+        Lets go of all that may hold this writer: with a cycle, every call and its request would wait for the collector.
+        """
+        self._is_closed = True
+        self._failure, self.on_stuck = None, _nothing
         if self._timer is not None:
             self._timer.cancel()
 
@@ -108,3 +126,7 @@ class StreamWriter:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _nothing() -> None:
+    """Nobody wants to know."""

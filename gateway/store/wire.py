@@ -62,6 +62,15 @@ def _pack(command: Sequence[Argument]) -> bytes:
     return packed
 
 
+def _hand_out(reply: Any, call: Call) -> None:
+    try:
+        read = reply if call.read is None else call.read(reply)
+    except Exception as error:  # noqa: BLE001 - of who asked, who would wait for ever
+        call.reply.set_exception(error)
+    else:
+        call.reply.set_result(read)
+
+
 class Wire(asyncio.Protocol):
     """A connection from its making to its end. Replies come in the order of the calls, whoever still waits for them.
 
@@ -179,7 +188,7 @@ class Wire(asyncio.Protocol):
     def _answer(self, call: Call, reply: Any) -> None:
         if not isinstance(reply, exceptions.ResponseError):
             if not call.reply.done():  # else its caller was cancelled
-                call.reply.set_result(reply if call.read is None else call.read(reply))
+                _hand_out(reply, call)
             return
         message = str(reply)
         if message.startswith(_UNKNOWN_SCRIPT):  # it has not run: resending it is safe
