@@ -16,30 +16,35 @@ class TurnBudget:
     def __init__(self, per_turn: int) -> None:
         """`per_turn`: pieces of work."""
         self._per_turn = per_turn
-        self._left = per_turn
+        self._left = per_turn  # of this turn
+        self._promised = 0  # of the next one, to who waited in line
         self._is_renewal_due = False
         self._line: deque[tuple[asyncio.Future[int], int]] = deque()
 
     async def take(self, wanted: int) -> int:
         """Takes up to so many pieces, at least one: of this turn, or of the first one that has some left."""
+        self._see_to_renewal()
         if self._left and not self._line:
-            return self._grant(wanted)
+            number = min(wanted, self._left)
+            self._left -= number
+            return number
         granted: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         self._line.append((granted, wanted))
         return await granted
 
-    def _grant(self, wanted: int) -> int:
+    def _see_to_renewal(self) -> None:
         if not self._is_renewal_due:
             self._is_renewal_due = True
             asyncio.get_running_loop().call_soon(self._renew)
-        number = min(wanted, self._left)
-        self._left -= number
-        return number
 
     def _renew(self) -> None:
+        """Comes before those who were promised something for this turn."""
         self._is_renewal_due = False
-        self._left = self._per_turn
-        while self._line and self._left:
+        self._left, self._promised = self._per_turn - self._promised, 0
+        while self._line and self._promised < self._per_turn:
             granted, wanted = self._line.popleft()
             if not granted.done():  # else who waited has left
-                granted.set_result(self._grant(wanted))
+                self._see_to_renewal()
+                number = min(wanted, self._per_turn - self._promised)
+                self._promised += number
+                granted.set_result(number)
