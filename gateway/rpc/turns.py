@@ -41,10 +41,11 @@ class TurnBudget:
         """Comes before those who were promised something for this turn."""
         self._is_renewal_due = False
         self._left, self._promised = self._per_turn - self._promised, 0
+        if self._line or self._left < self._per_turn:  # the next turn is another one
+            self._see_to_renewal()
         while self._line and self._promised < self._per_turn:
             granted, wanted = self._line.popleft()
             if not granted.done():  # else who waited has left
-                self._see_to_renewal()
                 number = min(wanted, self._per_turn - self._promised)
                 self._promised += number
                 granted.set_result(number)

@@ -7,6 +7,8 @@ from collections.abc import AsyncIterator, Sequence
 from itertools import pairwise
 from unittest.mock import Mock
 
+import pytest
+
 from common.types import Band, SamplingParams
 from gateway.placement.worker import Submission, TokensEvent, WorkerState
 from gateway.rpc.turns import TurnBudget
@@ -67,6 +69,17 @@ async def test_large_steps_of_several_workers_let_others_have_their_turns() -> N
     in_turns = [after - before for before, after in pairwise(seen)]
     assert max(in_turns) <= PER_TURN
     assert in_turns.count(PER_TURN) >= len(in_turns) - 3, "and no turn is left unused"
+
+
+async def test_a_turn_after_a_pause_has_all_of_its_budget() -> None:
+    turns = TurnBudget(PER_TURN)
+    assert await turns.take(PER_TURN) == PER_TURN
+    assert await turns.take(PER_TURN) == PER_TURN  # waited in line
+    for _ in range(3):
+        await asyncio.sleep(0)
+    with pytest.raises(StopIteration) as at_once:  # the call itself ends: it waits for no turn
+        turns.take(PER_TURN).send(None)
+    assert at_once.value.value == PER_TURN
 
 
 async def test_a_first_token_does_not_wait_for_those_of_others() -> None:
